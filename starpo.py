@@ -1,0 +1,574 @@
+"""StarPO: policy optimisation over whole agent trajectories (RAGEN, arXiv 2504.20073), by hand in torch.
+
+A trajectory is a row of ids: prompt, reply, observation, reply, ... `loss_mask` marks those the policy
+sampled. They alone are actions: they carry advantages, values, log-probs and gradient. In reading order:
+
+    episode_rewards -> filter_groups (StarPO-S) -> grpo_advantages, or gae / bilevel_gae and whiten
+    pack -> token_logprobs, token_values -> policy_loss, value_loss -> update -> indicators
+
+Unlike RAGEN: observations get no gradient and GAE steps over them; turn ends come from turn_ids, not from
+non-zero rewards; the filter ranks raw rewards; a mean is over the minibatch, so micro-batches change nothing;
+a prompt that group members share is computed once. Slots outside the mask may hold anything, even NaN. Every
+per-token tensor is aligned to the token it is about; the causal shift is in hidden_of_sampled alone.
+
+Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tokens, D hidden, R packed rows
+of L positions. Run alone: `python starpo.py` walks a toy batch through every formula.
+"""
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+STD_THRESHOLD = 1e-6      # a group's rewards are equal, no signal, if their std <= this * (1 + |mean|)
+ROW_WIDTH = 1024          # positions of a packed row; attention costs its square
+FORWARD_TOKENS = 16384    # positions the backbone sees at once
+LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
+PREFIX = -1               # the "member" of packed positions that all members of a block share
+
+# ------------------------------------------------------------------------------------- rewards, group filter
+
+def masked_mean(x, mask):
+    """Mean of x where mask is True, a scalar; 0 on an empty mask.
+
+    >>> masked_mean(torch.tensor([1., 3., math.nan]), torch.tensor([True, True, False])).item()
+    2.0
+    """
+    mask = mask.bool()
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+def episode_rewards(rewards, penalties):
+    """R (B,): sum of turn rewards and (negative) format penalties (B, K). For filter, GRPO and logs."""
+    return (rewards + penalties).sum(dim=1)
+
+def group_stats(rewards, group_ids):
+    """rewards, group_ids (B,) -> index (B,) of each row's group, by ascending id; size, mean, population std
+    and whether all rewards are equal (P,). In float64 on the CPU: some accelerators have none."""
+    rewards = rewards.detach().cpu().double()
+    _, index, size = torch.as_tensor(group_ids).cpu().unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros(len(size)).double().index_add(0, index, rewards) / size
+    std = (torch.zeros_like(mean).index_add(0, index, (rewards - mean[index]) ** 2) / size).sqrt()
+    return index, size, mean, std, std <= STD_THRESHOLD * (1 + mean.abs())
+
+def filter_groups(rewards, group_ids, keep=0.25):
+    """StarPO-S's uncertainty filter (section 4.2): train on the groups whose members' rewards differ most.
+
+    rewards (B,) raw episode rewards, group_ids (B,) any integers, keep in [0, 1] -> (B,) bool: the rows of
+    the max(1, floor(keep * P)) groups with the largest population std; ties, up to rounding, to the smaller
+    id. With keep < 1 groups of equal rewards are never kept, so perhaps none. Raises ValueError.
+
+    >>> filter_groups(torch.tensor([1., 1., 0., 1., 0., 2.]), torch.tensor([5, 5, 6, 6, 7, 7]), keep=0.34)
+    tensor([False, False, False, False,  True,  True])
+    """
+    if not 0 <= keep <= 1:
+        raise ValueError(f"keep is the share of groups to train on, from 0 to 1; got {keep}")
+    if keep == 1:
+        return torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device)
+    index, size, _, std, equal = group_stats(rewards, group_ids)
+    usable = ~equal & std.isfinite()
+    signal, order = torch.where(usable, std, 0).sort(descending=True)
+    rank = torch.zeros_like(order)
+    rank[order[1:]] = (signal[:-1] - signal[1:] > 1e-6 * signal[:-1]).cumsum(0)      # the same rank: a tie
+    best = rank.argsort(stable=True)[:max(1, math.floor(keep * len(size) + 1e-9))]
+    kept = torch.isin(torch.arange(len(size)), best) & usable
+    return kept[index].to(rewards.device)
+
+# ------------------------------------------------------------------------------------------------ advantages
+
+def grpo_advantages(rewards, group_ids, normalize_std=True):
+    """GRPO: how much better than its group. Episode rewards and group_ids (B,) -> (B,).
+
+        A = (R - mean) / (std + 1e-6)      unbiased std; no division if not normalize_std (Dr. GRPO)
+
+    Exactly 0 where a group's rewards are equal, also for a group of one.
+
+    >>> grpo_advantages(torch.tensor([0., 2., 7.]), torch.tensor([3, 3, 1]), normalize_std=False)
+    tensor([-1.,  1.,  0.])
+    """
+    index, size, mean, std, equal = group_stats(rewards, group_ids)
+    advantages = rewards.detach().cpu().double() - mean[index]
+    if normalize_std:
+        unbiased = std * (size / (size - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (unbiased[index] + 1e-6)
+    return torch.where(equal[index], 0, advantages).to(rewards)
+
+def whiten(x, loss_mask):
+    """(x - mean) / (population std + 1e-8) over all sampled tokens, 0 elsewhere; all (B, T).
+
+    >>> whiten(torch.tensor([[1., 3., 99.]]), torch.tensor([[True, True, False]]))
+    tensor([[-1.,  1.,  0.]])
+    """
+    mask, x64 = loss_mask.bool().cpu(), x.detach().cpu().double()    # float32 would not give 0 for equal x
+    centred = torch.where(mask, x64 - masked_mean(x64, mask), 0)
+    return (centred / (masked_mean(centred ** 2, mask).sqrt() + 1e-8)).to(x)
+
+def turn_table(turn_rewards, loss_mask, turn_ids):
+    """Where turns begin and end. turn_rewards (B, K), loss_mask, turn_ids (B, T) -> four (B, K) tensors: the
+    reward to pay, whether the turn has sampled tokens, the index of its first and of its last one.
+
+    Rewards of turns that a row does not have are ignored. That of a turn without sampled tokens goes to the
+    nearest earlier turn with some, else to the nearest later one; with nothing sampled, nobody is paid.
+    """
+    turns, last_t = torch.arange(turn_rewards.shape[1], device=turn_ids.device), turn_ids.shape[1] - 1
+    of_turn = turn_ids[:, None, :] == turns[:, None]                                 # (B, K, T)
+    sampled = of_turn & loss_mask.bool()[:, None, :]
+    has = sampled.any(dim=2)                                                         # (B, K)
+    first, last = sampled.int().argmax(dim=2), last_t - sampled.flip(2).int().argmax(dim=2)
+    earlier = torch.where(has, turns, -1).cummax(dim=1).values
+    payee = torch.where(earlier < 0, has.int().argmax(dim=1, keepdim=True), earlier)
+    rewards = torch.where(of_turn.any(dim=2), turn_rewards, 0)
+    return torch.where(has, torch.zeros_like(rewards).scatter_add(1, payee, rewards), 0), has, first, last
+
+def place_rewards(turn_rewards, loss_mask, turn_ids):
+    """Pay turn k's reward for its last sampled token (see turn_table). (B, K), (B, T), (B, T) -> (B, T).
+
+    >>> place_rewards(torch.tensor([[5, 2]]), torch.tensor([[0, 1, 1, 0]]), torch.tensor([[0, 0, 1, 1]]))
+    tensor([[0, 5, 2, 0]])
+    """
+    paid, _, _, last = turn_table(turn_rewards, loss_mask, turn_ids)
+    return paid.new_zeros(loss_mask.shape).scatter_add(1, last, paid)
+
+@torch.no_grad()
+def gae(token_rewards, values, loss_mask, gamma=1.0, lam=1.0, segment_ends=None):
+    """Generalised advantage estimation over sampled tokens (paper eq. 5; Schulman et al. 2016); all (B, T).
+
+        delta_t = r_t + gamma V_t' - V_t      t': the next sampled token; V = 0 after the last one
+        A_t     = delta_t + gamma lam A_t'    returns = A + V
+
+    values[b, t] is the value of the state in which token t was chosen. segment_ends (B, T) bool: tokens after
+    which the recursion starts anew. Returns advantages, returns, 0 where loss_mask is False. lam: 0.95 to 1.
+
+    >>> rewards, values = torch.tensor([[0., 9., 1.]]), torch.tensor([[0.5, math.nan, 0.25]])
+    >>> gae(rewards, values, torch.tensor([[1, 0, 1]]), gamma=0.5)[0]
+    tensor([[0.0000, 0.0000, 0.7500]])
+    """
+    mask = loss_mask.bool()
+    rewards, values = torch.where(mask, token_rewards, 0), torch.where(mask, values, 0)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0] + values[:, 0])     # (B,)
+    go_on, columns = torch.ones_like(mask) if segment_ends is None else ~segment_ends, []
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * next_value * go_on[:, t] - values[:, t]
+        advantage = delta + gamma * lam * next_advantage * go_on[:, t]
+        columns.append(torch.where(mask[:, t], advantage, 0))
+        next_value = torch.where(mask[:, t], values[:, t], next_value)   # carried over what was not sampled
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+    advantages = torch.stack(columns[::-1], dim=1)                                   # (B, T)
+    return advantages, advantages + values
+
+@torch.no_grad()
+def bilevel_gae(turn_rewards, values, loss_mask, turn_ids, gamma_turn=0.95, lam_turn=1.0, gamma=1.0, lam=1.0):
+    """Bi-level GAE: credit between turns, then inside each. turn_rewards (B, K), others (B, T).
+
+        delta_k = r_k + gamma_turn V_{k+1} - V_k      V_k: at turn k's first sampled token; 0 after the last
+        A_k     = delta_k + gamma_turn lam_turn A_{k+1}
+        inside turn k: gae with terminal reward A_k + V_k and next value 0
+
+    All four constants at 1 give gae. Returns advantages, returns (B, T), 0 where loss_mask is False.
+
+    >>> mask, turn_ids = torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 1]])
+    >>> bilevel_gae(torch.tensor([[0., 1.]]), torch.zeros(1, 3), mask, turn_ids, gamma_turn=0.5)[0]
+    tensor([[0.5000, 0.0000, 1.0000]])
+    """
+    paid, has, first, last = turn_table(turn_rewards, loss_mask, turn_ids)
+    turn_values = torch.where(has, values.gather(1, first), 0)                       # (B, K)
+    next_value = next_advantage = torch.zeros_like(paid[:, 0] + turn_values[:, 0])   # (B,)
+    terminal = []
+    for k in reversed(range(has.shape[1])):
+        delta = paid[:, k] + gamma_turn * next_value - turn_values[:, k]
+        advantage = delta + gamma_turn * lam_turn * next_advantage
+        terminal.append(torch.where(has[:, k], advantage + turn_values[:, k], 0))
+        next_value = torch.where(has[:, k], turn_values[:, k], next_value)
+        next_advantage = torch.where(has[:, k], advantage, next_advantage)
+    terminal = torch.stack(terminal[::-1], dim=1)                                    # (B, K)
+    token_rewards = terminal.new_zeros(loss_mask.shape).scatter_add(1, last, terminal)
+    turn_ends = torch.zeros_like(turn_ids).scatter_add(1, last, has.to(turn_ids.dtype)) > 0
+    return gae(token_rewards, values, loss_mask, gamma, lam, segment_ends=turn_ends)
+
+def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_coef=0.0, gamma=1.0, lam=1.0,
+                       gamma_turn=0.95, lam_turn=1.0, normalize_std=True):
+    """Kept trajectories -> advantages (B, T), returns (B, T) or None.
+
+    estimator: "grpo", "gae" or "bilevel"; the latter two need values (B, T), are whitened and, given
+    ref_logprobs, take kl_coef * (logp_old - logp_ref) from the reward (vanilla StarPO: 0.001). For GRPO, KL is in the loss:
+    see update. batch: anything with the tensors of a Trajectories. Raises ValueError.
+    """
+    mask, turn_rewards = batch.loss_mask.bool(), batch.rewards + batch.penalties
+    if estimator == "grpo":
+        advantages = grpo_advantages(turn_rewards.sum(dim=1), batch.group_ids, normalize_std)
+        return torch.where(mask, advantages[:, None], 0), None
+    if estimator not in ("gae", "bilevel") or values is None:
+        raise ValueError(f"estimator is grpo, gae or bilevel, the last two with values; got {estimator!r}")
+    values, kl = values.to(mask.device), torch.zeros_like(batch.logprobs)
+    if kl_coef and ref_logprobs is not None:
+        kl = kl_coef * torch.where(mask, batch.logprobs - ref_logprobs.to(mask.device), 0)           # k1
+    if estimator == "gae":
+        token_rewards = place_rewards(turn_rewards, mask, batch.turn_ids) - kl
+        advantages, returns = gae(token_rewards, values, mask, gamma, lam)
+    else:
+        turn_rewards = turn_rewards.scatter_add(1, batch.turn_ids.clamp(min=0), -kl)
+        advantages, returns = bilevel_gae(turn_rewards, values, mask, batch.turn_ids,
+                                          gamma_turn, lam_turn, gamma, lam)
+    return whiten(advantages, mask), returns
+
+# ------------------------------------------------------------------------------ packing and masked log-probs
+
+@dataclass
+class Layout:
+    """Trajectories in packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...]. On the CPU."""
+    ids: torch.Tensor        # (R, L)
+    position: torch.Tensor   # (R, L), of the id in its trajectory
+    block: torch.Tensor      # (R, L), one number for a prefix and its tails; padding: each its own block
+    member: torch.Tensor     # (R, L), the trajectory of a tail, or PREFIX
+    row: torch.Tensor        # (B,), the packed row of each trajectory; -1: nothing sampled, left out
+    column: torch.Tensor     # (B, T), where in that row each of its ids stands
+
+def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
+    """tokens, loss_mask (B, T), group_ids (B,) or None -> Layout with rows of up to width, or one trajectory.
+
+    Ids are read up to the last sampled one, which is only predicted. A prefix is the longest run of ids common
+    to a group's members before any member's first sampled token; since ids are compared, group_ids is a mere
+    hint. Raises ValueError if a row's first id is marked as sampled.
+    """
+    tokens, sampled = tokens.cpu(), loss_mask.bool().cpu()
+    if sampled[:, :1].any():
+        raise ValueError("loss_mask marks a row's first id as sampled, but nothing stands before it to predict it")
+    B, T = tokens.shape
+    used = (sampled * torch.arange(T)).amax(dim=1).tolist()      # ids read: the index of the last sampled one
+    first = sampled.int().argmax(dim=1)
+    groups = defaultdict(list)
+    for b, key in enumerate(range(B) if group_ids is None else torch.as_tensor(group_ids).tolist()):
+        groups[key] += [b] if used[b] else []
+    width = max(width, *used, 1)
+    ids, position = torch.zeros(2, B, width, dtype=torch.long)
+    block, member = (-1 - torch.arange(width)).repeat(B, 1), torch.full((B, width), PREFIX)
+    row, column = torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long)
+    r, c, longest = -1, width, 0                                 # packed row, its next free column
+    for members in (groups[key] for key in sorted(groups) if groups[key]):
+        run = tokens[members, :int(first[members].min())]
+        shared = int((run == run[:1]).all(dim=0).long().cumprod(dim=0).sum())
+        prefix_at = None
+        for b in members:
+            pieces = [(shared, used[b], b)]                      # the tail
+            if prefix_at is None or c + used[b] - shared > width:
+                r, c = (r + 1, 0) if c + used[b] > width else (r, c)
+                prefix_at, pieces = c, [(0, shared, PREFIX)] + pieces
+            for start, stop, who in pieces:
+                at, c = torch.arange(c, c + stop - start), c + stop - start
+                ids[r, at], position[r, at] = tokens[b, start:stop], torch.arange(start, stop)
+                block[r, at], member[r, at] = prefix_at, who
+            column[b, :shared] = torch.arange(prefix_at, prefix_at + shared)
+            column[b, shared:used[b]], row[b], longest = at, r, max(longest, c)
+    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), row, column)
+
+def attention_mask(block, member, position, dtype, window=None):
+    """Which keys j a query i may see; (R, L) each -> additive (R, 1, L, L): 0, or the dtype's minimum."""
+    order = torch.arange(block.shape[1], device=block.device)
+    see = ((order <= order[:, None])                                       # j <= i, in the same block,
+           & (block[:, None, :] == block[:, :, None])                      # in the prefix or the same trajectory
+           & ((member[:, None, :] == PREFIX) | (member[:, None, :] == member[:, :, None])))
+    if window:                                                             # a layer that looks back so far only
+        see = see & (position[:, :, None] - position[:, None, :] < window)
+    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[:, None]
+
+def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
+    """The hidden states that predict the sampled tokens (N, D), and these tokens' rows and columns in (B, T).
+
+    backbone: a transformers base model; set to eval mode, for with dropout equal weights give a ratio unlike 1.
+    """
+    weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    layout = pack(tokens, loss_mask, group_ids)
+    b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
+    order = layout.row[b].argsort(stable=True)
+    b, t = b[order], t[order]
+    r, c = layout.row[b], layout.column[b, t - 1]       # the causal shift: token t is predicted where t - 1 is read
+    hidden = []
+    for rows in torch.arange(len(layout.ids)).split(max(1, FORWARD_TOKENS // max(1, layout.ids.shape[1]))):
+        ids, position, block, member = (x[rows].to(weight.device) for x in (
+            layout.ids, layout.position, layout.block, layout.member))
+        mask = attention_mask(block, member, position, weight.dtype, None if kinds else window)
+        if kinds and window:                            # Gemma and others: one mask for each type of layer
+            mask = {"full_attention": mask,
+                    "sliding_attention": attention_mask(block, member, position, weight.dtype, window)}
+        out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
+        here = (r >= rows[0]) & (r <= rows[-1])
+        hidden.append(out.last_hidden_state[(r[here] - rows[0]).to(weight.device), c[here].to(weight.device)])
+    hidden = torch.cat(hidden) if hidden else weight.new_zeros(0, config.hidden_size)
+    return hidden, b.to(weight.device), t.to(weight.device)
+
+def score_chunk(model, hidden, targets, temperature, with_entropy, vocab_size):
+    """hidden (n, D), targets (n,) -> their log-probs (n,), and the entropies (n,) or None, in float32."""
+    logits, config = model.get_output_embeddings()(hidden).float(), model.config.get_text_config()   # (n, V)
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)               # Granite
+    cap = getattr(config, "final_logit_softcapping", None)                           # Gemma 2
+    logits = torch.tanh(logits / cap) * cap if cap else logits
+    logits = logits / (temperature or 1.0)       # temperature 0 means greedy: scored at temperature 1
+    if vocab_size is not None:                   # more logits than the tokenizer has ids
+        beyond = torch.arange(logits.shape[1], device=logits.device) >= vocab_size
+        logits = logits.masked_fill(beyond, -math.inf)
+    log_z = logits.logsumexp(dim=1, keepdim=True)
+    logprobs = (logits.gather(1, targets[:, None]) - log_z)[:, 0]
+    if not with_entropy:
+        return logprobs, None
+    log_p = logits - log_z
+    return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(dim=1)
+
+def token_logprobs(model, tokens, loss_mask, group_ids=None, temperature=1.0, with_entropy=False,
+                   vocab_size=None):
+    """log pi(tokens[b, t] | tokens[b, :t]) of every sampled token, under logits / temperature.
+
+    model: a transformers causal LM; tokens, loss_mask (B, T); group_ids (B,): which rows may share a prompt, a
+    hint that saves time and changes nothing; vocab_size: the tokenizer's length, ids from there on are
+    impossible. Returns logprobs (B, T) and entropy (B, T) in nats or None, 0 where loss_mask is False, with
+    gradient, on the model's device. Raises ValueError if a row's first id is marked as sampled.
+    """
+    hidden, b, t = hidden_of_sampled(model.base_model, tokens, loss_mask, group_ids)
+    targets = tokens.to(hidden.device)[b, t]                                         # (N,)
+    n, parts = max(1, LOGITS_ELEMENTS // len(model.get_output_embeddings().weight)), []
+    for h, y in zip(hidden.split(n), targets.split(n)):
+        call = (score_chunk, model, h, y, temperature, with_entropy, vocab_size)
+        # Too many logits to keep (8,192 tokens x 151,936 ids: 5 GB) are made in chunks, and again in backward.
+        parts.append(checkpoint(*call, use_reentrant=False) if len(hidden) > n else call[0](*call[1:]))
+    logprobs, entropy = zip(*parts)
+    zeros = torch.zeros(tokens.shape, device=hidden.device)
+    return (zeros.index_put((b, t), torch.cat(logprobs)),
+            zeros.index_put((b, t), torch.cat(entropy)) if with_entropy else None)
+
+def token_values(critic, tokens, loss_mask, group_ids=None):
+    """critic.head on critic.backbone: the value of the state each sampled token was chosen in, (B, T), else 0."""
+    hidden, b, t = hidden_of_sampled(critic.backbone, tokens, loss_mask, group_ids)
+    values = critic.head(hidden.to(critic.head.weight.dtype))[:, 0].float()          # (N,)
+    return torch.zeros(tokens.shape, device=hidden.device).index_put((b, t), values)
+
+# ------------------------------------------------------------------------------------------------------ losses
+
+def loss_weights(loss_mask, token_mean=False):
+    """What each token counts in a loss, (B, T) -> (B, T): 0 if not sampled, summing to 1 (to 0 if none is).
+
+    The mean over a trajectory's sampled tokens, then over trajectories with any (paper eq. 4, 6); token_mean:
+    over all sampled tokens. Made once a minibatch: neither micro-batches nor empty rows change anything.
+
+    >>> loss_weights(torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]])).tolist()
+    [[0.25, 0.25, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    """
+    mask = loss_mask.bool().float()
+    length = mask.sum(dim=1, keepdim=True)                                           # (B, 1)
+    if token_mean:
+        return mask / length.sum().clamp(min=1)
+    return mask / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
+
+def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.2, clip_ratio_high=0.28,
+                weights=None):
+    """PPO's clipped surrogate over sampled tokens (paper eq. 4, 6); all (B, T). No dual clip.
+
+        ratio = pi / pi_old
+        loss  = - sum w min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
+
+    w: weights, by default loss_weights(loss_mask). StarPO-S clips higher above (0.28) than below: rare tokens
+    may grow. Returns the loss and scalar tensors: clip_frac (of sampled tokens), ratio_max_dev, kl_old.
+
+    >>> one = torch.ones(1, 1)
+    >>> print(policy_loss(one * math.log(2), one * 0, one * 3, one)[0])       # ratio 2, clipped to 1.28
+    tensor(-3.8400)
+    """
+    mask = loss_mask.bool()
+    weights = loss_weights(mask) if weights is None else torch.where(mask, weights, 0)
+    logprobs, old_logprobs = torch.where(mask, logprobs, 0), torch.where(mask, old_logprobs, 0)
+    advantages = torch.where(mask, advantages, 0)
+    ratio = torch.exp(logprobs - old_logprobs)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
+    loss = -(weights * torch.minimum(unclipped, clipped)).sum()
+    with torch.no_grad():
+        return loss, {"clip_frac": masked_mean(clipped < unclipped, mask),
+                      "ratio_max_dev": torch.cat([loss.new_zeros(1), (ratio - 1).abs().flatten()]).max(),
+                      "kl_old": masked_mean(old_logprobs - logprobs, mask)}
+
+def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
+    """Half the squared error of the critic over sampled tokens (PPO); all (B, T).
+
+        loss = 1/2 sum w max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)     clip=None: the first alone
+
+    RAGEN clips at 0.5, which throttles a critic of returns up to 11 (Sokoban). Returns loss, {value_clip_frac}.
+
+    >>> one = torch.ones(1, 1)
+    >>> [value_loss(one * 3, one * 0, one * 4, one, clip)[0].item() for clip in (None, 1)]
+    [0.5, 4.5]
+    """
+    mask = loss_mask.bool()
+    weights = loss_weights(mask) if weights is None else torch.where(mask, weights, 0)
+    values, returns = torch.where(mask, values, 0), torch.where(mask, returns, 0)
+    error = clipped_error = (values - returns) ** 2
+    if clip is not None:
+        old_values = torch.where(mask, old_values, 0)
+        clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+    loss = 0.5 * (weights * torch.maximum(error, clipped_error)).sum()
+    return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
+
+# ------------------------------------------------------------------------------------------------------ update
+
+def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
+    """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
+
+    Yields a minibatch's loss weights (B, T) and its micro-batches, (n,) rows each: as many packed rows as come
+    to tokens_per_micro_batch positions, at least one.
+    """
+    rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
+    width = min(ROW_WIDTH, tokens_per_micro_batch)
+    for _ in range(epochs if len(rows) else 0):
+        shuffled = rows[torch.randperm(len(rows), generator=generator)]
+        for chosen in shuffled.tensor_split(math.ceil(len(rows) / size)):
+            inside = torch.isin(torch.arange(len(tokens)), chosen)[:, None]
+            layout = pack(tokens[chosen], loss_mask[chosen], group_ids[chosen], width)
+            part = layout.row // max(1, tokens_per_micro_batch // layout.ids.shape[1])
+            yield loss_weights(loss_mask & inside, token_mean), [chosen[part == i] for i in part.unique()]
+
+def step_or_skip(optimizer, max_grad_norm=1.0):
+    """Clip the gradient and step. If its norm is not finite, weights and optimiser state stay as they are.
+
+    Gradients are dropped either way. Returns the norm before clipping (a scalar) and whether a step was taken.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
+    stepped = bool(grad_norm.isfinite())                              # the host synchronisation of a step
+    if stepped:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm, stepped
+
+def run_minibatches(plan, loss_of, optimizer, max_grad_norm=1.0):
+    """One step a minibatch. plan: the arguments of minibatches; loss_of(rows, their loss weights) -> loss, stats.
+
+    Returns floats: stats as means over the sampled tokens of the steps taken, ratio_max_dev as the maximum over
+    the first minibatch, grad_norm, grad_norm_max, and counts. With nothing sampled, one step counts as skipped.
+    """
+    masks, sums, norms, first = plan[1], defaultdict(float), [], [0.0]
+    done = {"optimizer_steps": 0, "skipped_steps": int(not masks.any()), "tokens_trained": 0}
+    for number, (weights, parts) in enumerate(minibatches(*plan)):
+        count, seen = int(masks[torch.cat(parts)].sum()), []
+        for part in parts:
+            loss, stats = loss_of(part, weights[part])
+            loss.backward()
+            first += [float(stats.pop("ratio_max_dev", 0.0))] if number == 0 else []
+            for name, value in stats.items():     # losses are sums over the minibatch, the others means of a part
+                seen.append((name, value * (count if name.endswith("loss") else int(masks[part].sum()))))
+        norm, stepped = step_or_skip(optimizer, max_grad_norm)
+        done["optimizer_steps" if stepped else "skipped_steps"] += 1
+        if stepped:
+            done["tokens_trained"] += count
+            norms.append(float(norm))
+            for name, value in seen + [("grad_norm", norm * count)]:
+                sums[name] = sums[name] + value
+    means = {name: float(total) / done["tokens_trained"] for name, total in sums.items()}
+    worst = float(torch.tensor(first).nan_to_num(nan=1e9, posinf=1e9).max())
+    return means | done | {"grad_norm_max": max(norms, default=0.0), "ratio_max_dev": worst}
+
+def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=None, critic_optimizer=None,
+           old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=8192,
+           clip_ratio_low=0.2, clip_ratio_high=0.28, value_clip=None, kl_coef=0.0, kl_in_loss=False,
+           entropy_coef=0.0, token_mean=False, temperature=1.0, vocab_size=None, max_grad_norm=1.0,
+           shuffle_seed=0):
+    """One iteration of StarPO on the kept trajectories: one step a minibatch, of policy and (if any) critic.
+
+    batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs,
+    old_values, returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO).
+    tokens_per_micro_batch is for memory alone. Returns what run_minibatches does: policy_loss, clip_frac,
+    kl_old, kl_ref (k3), ...; the critic's under critic_..., value_loss, and explained_variance of old_values:
+    1 - Var(returns - old_values) / Var(returns), 1 for a perfect critic, 0 for a constant one.
+    """
+    device = next(policy.parameters()).device
+    tokens, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
+    mask, old_logprobs, advantages, ref_logprobs, old_values, returns = (
+        x if x is None else x.detach().to(device)
+        for x in (masks, batch.logprobs, advantages, ref_logprobs, old_values, returns))
+
+    def policy_part(rows, weights):
+        weights = weights.to(device)
+        logprobs, entropy = token_logprobs(policy, tokens[rows], masks[rows], group_ids[rows], temperature,
+                                           entropy_coef != 0, vocab_size)
+        loss, stats = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows],
+                                  clip_ratio_low, clip_ratio_high, weights)
+        stats["policy_loss"] = loss.detach()
+        if entropy_coef:
+            loss = loss - entropy_coef * (weights * entropy).sum()
+        if ref_logprobs is not None:
+            log_ratio = torch.where(mask[rows], ref_logprobs[rows], 0) - logprobs
+            stats["kl_ref"] = masked_mean((log_ratio.exp() - 1 - log_ratio).detach(), mask[rows])
+            loss = loss + (kl_coef * (weights * log_ratio ** 2 / 2).sum() if kl_in_loss else 0)
+        return loss, stats
+
+    def critic_part(rows, weights):
+        values = token_values(critic, tokens[rows], masks[rows], group_ids[rows])
+        loss, stats = value_loss(values, old_values[rows], returns[rows], mask[rows], value_clip,
+                                 weights.to(device))
+        return loss, stats | {"loss": loss.detach()}
+
+    plan = (tokens, masks, group_ids, epochs, minibatch_size, tokens_per_micro_batch, token_mean, shuffle_seed)
+    metrics = run_minibatches(plan, policy_part, optimizer, max_grad_norm)
+    if critic is not None:
+        of_critic = run_minibatches(plan, critic_part, critic_optimizer, max_grad_norm)
+        metrics |= {"critic_" + name: of_critic[name] for name in ("grad_norm", "skipped_steps")}
+
+# ------------------------------------------------------------------------------------------- collapse indicators
+
+def indicators(traj, rewards):
+    """What to watch for collapse, over all rows of a rollout before the filter, as floats.
+
+    traj: a Trajectories; rewards (B,): raw episode rewards. reward_std_in_group: population std, mean over
+    groups; zero_var_frac: share of groups with equal rewards; entropy: nats a sampled token; valid_frac: of
+    turns; reply_len: sampled tokens a turn; thought_len: words a turn; distinct_reply_frac: distinct first
+    replies per member, mean over groups; pass_at_g: share of groups with a success; tokens: sampled. The Echo
+    Trap: reward_std_in_group, entropy and distinct_reply_frac fall, then grad_norm leaps.
+    """
+    index, size, _, std, equal = group_stats(rewards, traj.group_ids)
+    success, sampled = traj.success.cpu().double(), float(traj.loss_mask.sum())
+    turns, replies = [turn for info in traj.infos for turn in info["turns"]], defaultdict(set)
+    for group, info in zip(index.tolist(), traj.infos):
+        replies[group] |= {turn["reply"] for turn in info["turns"][:1]}
+    distinct = torch.tensor([len(replies[group]) for group in range(len(size))]) / size
+    solved = torch.zeros_like(std).index_add(0, index, success) > 0
+    n = max(1, len(turns))
+    return {"success": float(success.mean()), "reward_mean": float(rewards.double().mean()),
+            "reward_std_in_group": float(std.mean()), "zero_var_frac": float(equal.double().mean()),
+            "entropy": float(masked_mean(traj.entropies, traj.loss_mask)),
+            "valid_frac": sum(turn["valid"] for turn in turns) / n,
+            "context_cut_frac": float(traj.context_cut.double().mean()),
+            "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / len(traj.infos),
+            "reply_len": sampled / n, "thought_len": sum(len(turn["thought"].split()) for turn in turns) / n,
+            "distinct_reply_frac": float(distinct.mean()), "pass_at_g": float(solved.double().mean()),
+            "tokens": sampled}
+
+def demo():
+    """Two groups of two trajectories, two turns of two tokens each, through every formula."""
+    from types import SimpleNamespace
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=64,
+                                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1))
+    tokens = torch.randint(60, (4, 10))
+    tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
+    mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1, 1]).bool().expand(4, 10)
+    batch = SimpleNamespace(tokens=tokens, loss_mask=mask, group_ids=torch.tensor([0, 0, 1, 1]),
+                            turn_ids=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1]).expand(4, 10),
+                            rewards=torch.tensor([[0., 1.], [0., 0.], [0.5, 0.5], [1., 0.]]),
+                            penalties=torch.tensor([[0., 0.], [-0.1, 0.], [0., 0.], [0., 0.]]))
+    rewards, layout = episode_rewards(batch.rewards, batch.penalties), pack(tokens, mask, batch.group_ids)
+    batch.logprobs = token_logprobs(model, tokens, mask, batch.group_ids)[0].detach()
+    for name, value in {
+            "episode rewards (B,)": rewards, "kept with keep=0.5": filter_groups(rewards, batch.group_ids, 0.5),
+            "GRPO advantages": compute_advantages("grpo", batch)[0],
+            "token rewards": place_rewards(batch.rewards + batch.penalties, mask, batch.turn_ids),
+            "GAE, whitened": compute_advantages("gae", batch, torch.zeros(4, 10))[0],
+            "bi-level GAE, whitened": compute_advantages("bilevel", batch, torch.zeros(4, 10))[0],
+            "packed row: positions": layout.position, "packed row: members, -1 for prefixes": layout.member,
+            "log-probs": batch.logprobs, "loss weights": loss_weights(mask)}.items():
+        print(f"{name}\n{value}\n")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        metrics = update(model, optimizer, batch, compute_advantages("grpo", batch)[0])
+        print(f"update {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
+
+if __name__ == "__main__":
+    demo()
