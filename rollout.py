@@ -1,19 +1,20 @@
 """Rollouts: a batch of language-model agents plays several turns, and every id is kept as it was sampled.
 
-Each row is an Episode: an environment and a growing list of ids. A reply's tokens are sampled and appended; when it ends,
-its actions are played and the next observation's ids are appended; and so on until the episode ends. Nothing is decoded
-and encoded again, so what the update trains on is, id for id, what the model saw and said. The loss mask is True exactly
-where an id was sampled, and log-probability and entropy are recorded at that moment.
+Each row is an Episode: an environment and a growing list of ids. A reply's tokens are sampled and appended;
+when it ends, its actions are played and the next observation's ids are appended; and so on until the
+episode ends. Nothing is decoded and encoded again, so what the update trains on is, id for id, what the
+model saw and said. The loss mask is True exactly where an id was sampled, and log-probability and entropy
+are recorded at that moment.
 
-RAGEN calls a generation engine once a turn on the whole re-encoded dialogue. Here one KV cache lives through the episode
-and each token passes through the model once. Rows live in the cache in the order  [sampling | waiting | finished]:  a
-sampling row gets one more token a step; a row whose reply ended waits until enough others do, then all of them act and
-their observations are fed in one forward pass; a finished row costs nothing. A prompt that several rows share (a group's)
-is encoded once and copied.
+RAGEN calls a generation engine once a turn on the whole re-encoded dialogue. Here one KV cache lives
+through the episode and each token passes through the model once. Rows live in the cache in the order
+[sampling | waiting | finished]:  a sampling row gets one more token a step; a row whose reply ended waits
+until enough others do, then all of them act and their observations are fed in one forward pass; a finished
+row costs nothing. A prompt that several rows share (a group's) is encoded once and copied.
 
 In reading order: Trajectories, Episode, KVCache, sample, rollout, scripted_rollout.
 
-    python rollout.py --env sokoban    # one trajectory: sampled and unsampled tokens told apart, rewards, advantage
+    python rollout.py --env sokoban    # one trajectory, sampled and unsampled tokens told apart
 """
 import argparse
 import time
@@ -27,13 +28,13 @@ from envs import first_prompt, next_prompt, opening_tag, parse_response, reply_e
 from model import ChatFormat, cache_argument, context_length
 
 MASKED = -1e30          # added to an attention score that must not count; finite in bfloat16 too
-WAITING_SHARE = 1.0     # observations are fed once this share of the unfinished rows waits (1: all of them, in lockstep)
+WAITING_SHARE = 1.0     # observations are fed once this share of the live rows waits (1: lockstep turns)
 
 
 @dataclass
 class Trajectories:
-    """A batch of B dialogues of at most T tokens and K turns, right-padded. Every per-token tensor is aligned to the token
-    it is about: logprobs[b, t] = log pi(tokens[b, t] | tokens[b, :t])."""
+    """A batch of B dialogues of at most T tokens and K turns, right-padded. Every per-token tensor is
+    aligned to the token it is about: logprobs[b, t] = log pi(tokens[b, t] | tokens[b, :t])."""
     tokens: torch.Tensor        # (B, T) long: every id the model was shown or sampled, in order
     loss_mask: torch.Tensor     # (B, T) bool: True iff the policy sampled this id
     logprobs: torch.Tensor      # (B, T) log pi_old of each sampled id under logits / temperature, 0 elsewhere
@@ -48,7 +49,7 @@ class Trajectories:
     truncated: torch.Tensor     # (B,) bool: a budget or the context limit ended it
     context_cut: torch.Tensor   # (B,) bool: it was the context limit
     texts: list                 # (B) the dialogue as a person reads it
-    infos: list                 # (B) {"turns": [{"reply", "thought", "actions", "valid", "surplus", "reward"}, ...], ...}
+    infos: list                 # (B) {"turns": [{"reply", "thought", "actions", "valid", "reward", ...}]}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -57,8 +58,9 @@ class Trajectories:
         """The rows where `keep` (B,) bool is True, in order; every per-row field stays in step."""
         rows = keep.nonzero().flatten()
         picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Trajectories(**{name: value[rows] if torch.is_tensor(value) else [value[i] for i in rows.tolist()]
-                               for name, value in picked.items()})
+        return Trajectories(**{
+            name: value[rows] if torch.is_tensor(value) else [value[i] for i in rows.tolist()]
+            for name, value in picked.items()})
 
 
 class Episode:
@@ -67,8 +69,8 @@ class Episode:
     The same object serves sampling and scripted play, so that ids, masks and turn ends have one source.
     """
 
-    def __init__(self, env, chat: ChatFormat, seed: int, noise_seed: int, max_new_tokens: int, max_context: int,
-                 think: bool, format_penalty: float):
+    def __init__(self, env, chat: ChatFormat, seed: int, noise_seed: int, max_new_tokens: int,
+                 max_context: int, think: bool, format_penalty: float):
         self.env, self.chat, self.think, self.format_penalty = env, chat, think, format_penalty
         self.max_new_tokens, self.max_context = max_new_tokens, max_context
         self.ids, self.sampled, self.turn_ids = [], [], []
@@ -92,7 +94,8 @@ class Episode:
         self.turn_ids += [turn] * len(ids)
 
     def show(self, text: str, encode) -> None:
-        """Append an observation and open the next reply, or end the row when its reply would not fit in the context."""
+        """Append an observation and open the next reply, or end the row when its reply would not fit in the
+        context."""
         ids = encode(text) + self.prefill
         if len(self.ids) + len(ids) + self.max_new_tokens + len(self.chat.forced_end) > self.max_context:
             self.truncated = self.context_cut = True
@@ -102,18 +105,20 @@ class Episode:
         self.text += text + "\n"
 
     def take(self, token: int) -> bool:
-        """Append one sampled id; True if it ends the reply: an end token, the closing </answer>, or the length limit."""
+        """Append one sampled id; True if it ends the reply: an end token, the closing </answer>, or the
+        length limit."""
         self.append([token], True, len(self.turns))
         self.drawn += 1
         if token in self.chat.stop_ids:
             return True
         self.reply.append(token)
-        if self.chat.closes_tag(token) and reply_end(self.tag + self.chat.decode(self.reply), self.think) is not None:
+        if self.chat.closes_tag(token) and reply_end(self.tag + self.chat.decode(self.reply), self.think):
             return True
         return len(self.reply) >= self.max_new_tokens
 
     def act(self) -> None:
-        """Play the reply's actions; then the episode is over, or the next observation stands at the end of the ids."""
+        """Play the reply's actions; then the episode is over, or the next observation stands at the end of
+        the ids."""
         turn, env = len(self.turns), self.env
         if self.ids[-1] not in self.chat.stop_ids:
             self.append(self.chat.forced_end, False, turn)
@@ -128,23 +133,26 @@ class Episode:
         self.env_seconds += time.perf_counter() - began
         self.rewards.append(reward)
         self.penalties.append(0.0 if parsed.valid else -self.format_penalty)
-        self.turns.append({"reply": reply, "thought": parsed.thought, "actions": played, "valid": parsed.valid,
-                           "surplus": parsed.surplus, "reward": reward})
-        self.text += f"{self.tag}{reply}\n[turn {turn + 1}: {' || '.join(played) or 'no valid action'}; reward {reward:.2f}]\n"
+        self.turns.append({"reply": reply, "thought": parsed.thought, "actions": played,
+                           "valid": parsed.valid, "surplus": parsed.surplus, "reward": reward})
+        self.text += (f"{self.tag}{reply}\n[turn {turn + 1}: {' || '.join(played) or 'no valid action'}; "
+                      f"reward {reward:.2f}]\n")
         if not self.over and len(self.turns) >= env.max_turns:
             self.truncated = True
         if not self.over:
-            self.show(next_prompt(env, self.observation, reward, parsed.valid, turn + 2, env.max_actions - self.used),
-                      self.chat.following)
+            self.show(next_prompt(env, self.observation, reward, parsed.valid, turn + 2,
+                                  env.max_actions - self.used), self.chat.following)
 
 
-# --------------------------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------------------------------------------------------- sampling
 
 class KVCache(Cache):
-    """Keys and values of all rows in preallocated memory; slot s of a row holds its token s, so a slot is a position.
+    """Keys and values of all rows in preallocated memory; slot s of a row holds its token s, so a slot is a
+    position.
 
-    Before a forward pass `at` names the rows it is about (a range) and the slots it fills; then `update`, called by every
-    attention layer, writes the new keys and values there and returns a view of the rows' slots, nothing copied.
+    Before a forward pass `at` names the rows it is about (a range) and the slots it fills; then `update`,
+    called by every attention layer, writes the new keys and values there and returns a view of the rows'
+    slots, nothing copied.
     """
 
     def __init__(self, rows: int):
@@ -164,12 +172,14 @@ class KVCache(Cache):
         return self
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Store (n, H, m, D) keys and values; return those of all slots up to `seen`, each (n, H, seen, D)."""
+        """Store (n, H, m, D) keys and values; return those of all slots up to `seen`, each (n, H, seen,
+        D)."""
         for stores, new in ((self.keys, key_states), (self.values, value_states)):
             if layer_idx == len(stores):
                 stores.append(new.new_empty(self.rows, new.shape[1], self.capacity, new.shape[3]))
             stores[layer_idx][self.index, :, self.slots] = new.transpose(1, 2)
-        return tuple(stores[layer_idx][self.first:self.last, :, :self.seen] for stores in (self.keys, self.values))
+        return tuple(stores[layer_idx][self.first:self.last, :, :self.seen]
+                     for stores in (self.keys, self.values))
 
     def move(self, targets: list[int], sources: list[int], length: int) -> None:
         """Rows `targets` become copies of what rows `sources` held in their first `length` slots."""
@@ -178,11 +188,12 @@ class KVCache(Cache):
 
 
 def sample(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float):
-    """Draw one id a row by inverse CDF: the first id whose cumulative probability exceeds the row's own uniform number.
+    """Draw one id a row by inverse CDF: the first id whose cumulative probability exceeds the row's own
+    uniform number.
 
-    logits (n, V), uniforms (n,) in [0, 1). Returns ids (n,), log-probabilities (n,), entropies (n,) in nats, under
-    softmax(logits / temperature) and nothing else: no top-k, no penalty, whatever the model's generation_config asks for.
-    Temperature 0 takes the best id and reports both at temperature 1.
+    logits (n, V), uniforms (n,) in [0, 1). Returns ids (n,), log-probabilities (n,), entropies (n,) in
+    nats, under softmax(logits / temperature) and nothing else: no top-k, no penalty, whatever the model's
+    generation_config asks for. Temperature 0 takes the best id and reports both at temperature 1.
 
     >>> p = torch.tensor([[0.5, 0.25, 0.25]])
     >>> [sample(p.log(), torch.tensor([u]), 1.0)[0].item() for u in (0.1, 0.6, 0.9)]
@@ -193,7 +204,7 @@ def sample(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float):
     if temperature == 0:
         ids = logprobs.argmax(-1)
     else:
-        exact = torch.float32 if logits.device.type == "mps" else torch.float64    # a float32 sum over 150,000 ids drifts
+        exact = torch.float32 if logits.device.type == "mps" else torch.float64
         cdf = probs.to(exact).cumsum(-1)
         ids = torch.searchsorted(cdf, uniforms[:, None].to(exact) * cdf[:, -1:], right=True).squeeze(-1)
         ids = ids.clamp(max=logits.shape[-1] - 1)
@@ -201,8 +212,8 @@ def sample(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float):
 
 
 def sampling_streams(sample_seed: int, group_ids: list[int], length: int) -> np.ndarray:
-    """(B, length) uniforms. A row's stream is numbered by (sample_seed, group, member), a member being its order of
-    appearance in its group: what a row draws depends on no neighbour and on no global state."""
+    """(B, length) uniforms. A row's stream is numbered by (sample_seed, group, member), a member being its
+    order of appearance in its group: what a row draws depends on no neighbour and on no global state."""
     seen, rows = {}, []
     for group in group_ids:
         member = seen[group] = seen.get(group, -1) + 1
@@ -213,46 +224,50 @@ def sampling_streams(sample_seed: int, group_ids: list[int], length: int) -> np.
 class Engine:
     """A model, its cache, and the order of the episodes in it:  [sampling | waiting | finished].
 
-    `sampling` rows get one more token a step. `waiting` rows have ended a reply; their environments move and their
-    observations are fed together, once there are enough of them.
+    `sampling` rows get one more token a step. `waiting` rows have ended a reply; their environments move
+    and their observations are fed together, once there are enough of them.
     """
 
     def __init__(self, model, episodes: list[Episode], vocab_size: int):
         self.backbone, self.head, self.device = model.base_model, model.get_output_embeddings(), model.device
         self.cache_name, self.vocab_size = cache_argument(model), vocab_size
-        self.numbers = [i for i, episode in enumerate(episodes) if not episode.over]    # cache row -> row of the batch
+        # cache row -> row of the batch (a row is over already if its first prompt did not fit)
+        self.numbers = [row for row, episode in enumerate(episodes) if not episode.over]
         self.episodes = [episodes[i] for i in self.numbers]
         self.sampling, self.live = 0, len(self.episodes)
         self.fed = [0] * self.live                  # cache row -> how many of its ids are in the cache
         self.cache = KVCache(self.live)
 
     def forward(self, first: int, last: int) -> torch.Tensor:
-        """Feed the ids that rows first..last-1 have and the cache has not; logits (n, V) of what comes next in each."""
+        """Feed the ids that rows first..last-1 have and the cache has not; logits (n, V) of what comes next
+        in each."""
         new = [episode.ids[fed:] for episode, fed in zip(self.episodes[first:last], self.fed[first:last])]
         lengths, width = [len(ids) for ids in new], max(len(ids) for ids in new)
-        host = torch.tensor([ids + [0] * (width - len(ids)) for ids in new])                      # (n, m) right-padded
+        host = torch.tensor([ids + [0] * (width - len(ids)) for ids in new])                 # (n, m)
         lengths, starts = torch.tensor(lengths), torch.tensor(self.fed[first:last])
         needed, seen = int(starts.max()) + width, int((starts + lengths).max())
         tokens, lengths, starts = (x.to(self.device) for x in (host, lengths, starts))
-        slots = starts[:, None] + torch.arange(width, device=self.device)                          # (n, m)
+        slots = starts[:, None] + torch.arange(width, device=self.device)                    # (n, m)
         last_slot = (starts + lengths - 1)[:, None]
-        # A query sees the slots up to its own. Padding writes slots behind the row's end, which the row's next ids
-        # overwrite before anything may see them; only its position is held back, for models with a table of positions.
-        visible = torch.arange(seen, device=self.device) <= slots[:, :, None]                      # (n, m, seen)
+        # A query sees the slots up to its own. Padding writes slots behind the row's end, which the row's
+        # next ids overwrite before anything may see them; only its position is held back, for models with a
+        # table of positions.
+        visible = torch.arange(seen, device=self.device) <= slots[:, :, None]                # (n, m, seen)
         hidden = self.backbone(
             input_ids=tokens, position_ids=slots.minimum(last_slot), use_cache=True,
             attention_mask=torch.where(visible, 0.0, MASKED)[:, None],
             **{self.cache_name: self.cache.at(first, last, slots, needed, seen)}).last_hidden_state
         self.fed[first:last] = [len(episode.ids) for episode in self.episodes[first:last]]
-        final = hidden[torch.arange(last - first, device=self.device), lengths - 1]                # (n, D)
-        return self.head(final)[:, :self.vocab_size]                # more logits than ids: those are never sampled
+        final = hidden[torch.arange(last - first, device=self.device), lengths - 1]          # (n, D)
+        return self.head(final)[:, :self.vocab_size]    # a head may have more logits than there are ids
 
     def encode_prompts(self) -> torch.Tensor:
         """Feed every distinct first prompt once and copy it to the other rows that have it; logits (B, V)."""
         prompts = {}
         for row, episode in enumerate(self.episodes):
             prompts.setdefault(tuple(episode.ids), []).append(row)
-        order = [rows[0] for rows in prompts.values()] + [row for rows in prompts.values() for row in rows[1:]]
+        order = [rows[0] for rows in prompts.values()]
+        order += [row for rows in prompts.values() for row in rows[1:]]
         self.episodes, self.numbers = [self.episodes[i] for i in order], [self.numbers[i] for i in order]
         source = list(range(len(prompts))) + [i for i, rows in enumerate(prompts.values()) for _ in rows[1:]]
         logits = self.forward(0, len(prompts))
@@ -262,7 +277,8 @@ class Engine:
         return logits[source]
 
     def counters(self) -> torch.Tensor:
-        """(3, n) long for the sampling rows: row of the batch, position of the next id, ids it has sampled so far."""
+        """(3, n) long for the sampling rows: row of the batch, position of the next id, ids it has sampled
+        so far."""
         rows = range(self.sampling)
         return torch.tensor([[self.numbers[i] for i in rows], [len(self.episodes[i].ids) for i in rows],
                              [self.episodes[i].drawn for i in rows]]).to(self.device)
@@ -273,8 +289,8 @@ class Engine:
         self.sampling = self.partition(0, self.sampling, [not e for e in ended])
 
     def partition(self, first: int, last: int, stays: list[bool]) -> int:
-        """Move the rows first..last-1 that stay in front of those that do not; returns where the latter begin. Rows are
-        swapped in pairs, so that as little of the cache moves as can be."""
+        """Move the rows first..last-1 that stay in front of those that do not; returns where the latter
+        begin. Rows are swapped in pairs, so that as little of the cache moves as can be."""
         border = first + sum(stays)
         holes = [i for i in range(first, border) if not stays[i - first]]
         fills = [i for i in range(border, last) if stays[i - first]]
@@ -287,8 +303,9 @@ class Engine:
         return border
 
     def advance(self) -> torch.Tensor | None:
-        """One step: the sampling rows' new ids go through the model; when enough rows wait, they act and their observations
-        go through it. Returns logits of all rows that sample next, None when all have finished."""
+        """One step: the sampling rows' new ids go through the model; when enough rows wait, they act and
+        their observations go through it. Returns logits of all rows that sample next, None when all have
+        finished."""
         logits = [self.forward(0, self.sampling)] if self.sampling else []
         waiting = self.live - self.sampling
         if waiting and waiting >= WAITING_SHARE * self.live:
@@ -303,35 +320,37 @@ class Engine:
 
 
 @torch.no_grad()
-def rollout(model, tokenizer, envs, seeds, noise_seeds, group_ids, *, temperature: float = 1.0, max_new_tokens: int = 100,
-            sample_seed: int = 0, think: bool = True, format_penalty: float = 0.1, max_context: int | None = None,
-            script=None, progress=None) -> Trajectories:
+def rollout(model, tokenizer, envs, seeds, noise_seeds, group_ids, *, temperature: float = 1.0,
+            max_new_tokens: int = 100, sample_seed: int = 0, think: bool = True, format_penalty: float = 0.1,
+            max_context: int | None = None, script=None, progress=None) -> Trajectories:
     """Play one episode a row, all rows together.
 
-    envs: B environments (reset here). seeds, noise_seeds, group_ids: B integers each, lists or tensors; a seed is a level, a
-    noise seed its luck. temperature: 0 is greedy. max_new_tokens: limit of one reply. sample_seed: which stream of uniforms;
-    training counts it up with the iterations. max_context: tokens a row may have, at most what the model declares.
-    script: a function (env, row) -> reply text that plays instead of the model (which may be None then).
-    progress: called after every step with the number of finished rows.
-    Raises ValueError when not even a first prompt fits in the context.
+    envs: B environments (reset here). seeds, noise_seeds, group_ids: B integers each, lists or tensors; a
+    seed is a level, a noise seed its luck. temperature: 0 is greedy. max_new_tokens: limit of one reply.
+    sample_seed: which stream of uniforms; training counts it up with the iterations. max_context: tokens a
+    row may have, at most what the model declares. script: a function (env, row) -> reply text that plays
+    instead of the model (which may be None then). progress: called after every step with the number of
+    finished rows. Raises ValueError when not even a first prompt fits in the context.
     """
-    seeds, noise_seeds, group_ids = (x.tolist() if torch.is_tensor(x) else list(x) for x in (seeds, noise_seeds, group_ids))
+    seeds, noise_seeds, group_ids = (torch.as_tensor(x).tolist() for x in (seeds, noise_seeds, group_ids))
     chat = ChatFormat(tokenizer, model)
-    limits = [n for n in (max_context, context_length(model)) if n]
-    episodes = [Episode(env, chat, seed, noise_seed, max_new_tokens, min(limits, default=1 << 30), think, format_penalty)
+    limit = min([n for n in (max_context, context_length(model)) if n], default=1 << 30)
+    episodes = [Episode(env, chat, seed, noise_seed, max_new_tokens, limit, think, format_penalty)
                 for env, seed, noise_seed in zip(envs, seeds, noise_seeds, strict=True)]
     if all(episode.over for episode in episodes):
-        raise ValueError(f"no first prompt leaves room for a reply of {max_new_tokens} tokens in a context of {min(limits)}")
+        raise ValueError(f"--max_new_tokens {max_new_tokens}: no first prompt leaves room for such a reply in a "
+                         f"context of {limit} tokens")
     play = play_script(episodes, script) if script else sample_replies(
         model, tokenizer, episodes, group_ids, temperature, sample_seed, progress)
     return collect(episodes, group_ids, *play, pad=tokenizer.pad_token_id or 0)
 
 
 def sample_replies(model, tokenizer, episodes, group_ids, temperature, sample_seed, progress):
-    """The decoding loop. Returns (places (2, N), logprobs (N,), entropies (N,)) of all sampled tokens, on the device."""
+    """The decoding loop. Returns (places (2, N), logprobs (N,), entropies (N,)) of all sampled tokens, on
+    the device."""
     engine = Engine(model, episodes, len(tokenizer))
     longest = max(episode.env.max_turns * episode.max_new_tokens for episode in episodes)
-    uniforms = torch.from_numpy(sampling_streams(sample_seed, group_ids, longest)).to(model.device)     # (B, longest)
+    uniforms = torch.from_numpy(sampling_streams(sample_seed, group_ids, longest)).to(model.device)
     places, logprobs, entropies = [], [], []
     logits = engine.encode_prompts()
     while logits is not None:
@@ -348,7 +367,8 @@ def sample_replies(model, tokenizer, episodes, group_ids, temperature, sample_se
 
 
 def play_script(episodes, script):
-    """Replies written by `script`, encoded and taken as if they had been sampled; their log-probabilities are 0."""
+    """Replies written by `script`, encoded and taken as if they had been sampled; their log-probabilities
+    are 0."""
     for row, episode in enumerate(episodes):
         while not episode.over:
             for token in [*episode.chat.encode(script(episode.env, row)), episode.chat.end_id]:
@@ -358,13 +378,14 @@ def play_script(episodes, script):
     return torch.zeros(2, 0, dtype=torch.long), torch.zeros(0), torch.zeros(0)
 
 
-def collect(episodes: list[Episode], group_ids: list[int], places, logprobs, entropies, pad: int) -> Trajectories:
+def collect(episodes: list[Episode], group_ids, places, logprobs, entropies, pad: int) -> Trajectories:
     """The played episodes as tensors on the device that the records are on."""
     device, shape = places.device, (len(episodes), max(len(episode.ids) for episode in episodes))
     turns = max(1, max(len(episode.turns) for episode in episodes))
 
     def rectangle(rows, width, filler, dtype):
-        return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+        padded = [[*row, *[filler] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=dtype, device=device)
 
     def scatter(values):
         out = torch.zeros(shape, device=device)
@@ -386,4 +407,38 @@ def collect(episodes: list[Episode], group_ids: list[int], places, logprobs, ent
         terminated=column((e.terminated for e in episodes), torch.bool),
         truncated=column((e.truncated for e in episodes), torch.bool),
         context_cut=column((e.context_cut for e in episodes), torch.bool),
-        texts=[e.text for e in episodes], infos=[{"turns": e.turns, "env_seconds": e.env_seconds} for e in episodes])
+        texts=[e.text for e in episodes],
+        infos=[{"turns": e.turns, "env_seconds": e.env_seconds} for e in episodes])
+
+
+def demo(name: str, model_name: str, seed: int) -> None:
+    """Play one group with the model and print its first trajectory: what was sampled in colour, the rest
+    plain."""
+    from envs import make_env
+    from model import load_policy
+    from starpo import episode_rewards, grpo_advantages
+    model, tokenizer = load_policy(model_name)
+    group = range(8)
+    batch = rollout(model, tokenizer, [make_env(name) for _ in group], [seed] * 8, group, [0] * 8)
+    row = zip(batch.tokens[0][:batch.lengths[0]].tolist(), batch.loss_mask[0].tolist())
+    print("".join(f"\033[1;32m{tokenizer.decode([token])}\033[0m" if sampled else tokenizer.decode([token])
+                  for token, sampled in row))
+    returns = episode_rewards(batch.rewards, batch.penalties)
+    print(f"\nsampled tokens (bold green): {int(batch.loss_mask[0].sum())} of {int(batch.lengths[0])}")
+    for turn, played in enumerate(batch.infos[0]["turns"]):
+        print(f"turn {turn + 1}: {' || '.join(played['actions']) or 'no valid action'}  "
+              f"reward {batch.rewards[0, turn]:.2f}  penalty {batch.penalties[0, turn]:.2f}")
+    print(f"rewards of the group {[round(r, 2) for r in returns.tolist()]}\n"
+          f"GRPO advantage of this trajectory {grpo_advantages(returns, batch.group_ids)[0]:.3f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print one trajectory, its mask, rewards and advantage.")
+    parser.add_argument("--env", default="sokoban")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args()
+    try:
+        demo(flags.env, flags.model, flags.seed)
+    except ValueError as error:
+        parser.error(str(error))

@@ -15,8 +15,7 @@ Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tok
 of L positions. Run alone: `python starpo.py` walks a toy batch through every formula.
 """
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, namedtuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -27,8 +26,7 @@ FORWARD_TOKENS = 16384    # positions the backbone sees at once
 LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
 PREFIX = -1               # the "member" of packed positions that all members of a block share
 
-# ------------------------------------------------------------------------------------- rewards, group filter
-
+# ------------------------------------------------------------------------------------ rewards, group filter
 def masked_mean(x, mask):
     """Mean of x where mask is True, a scalar; 0 on an empty mask.
 
@@ -63,25 +61,22 @@ def filter_groups(rewards, group_ids, keep=0.25):
     """
     if not 0 <= keep <= 1:
         raise ValueError(f"keep is the share of groups to train on, from 0 to 1; got {keep}")
-    if keep == 1:
-        return torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device)
     index, size, _, std, equal = group_stats(rewards, group_ids)
-    usable = ~equal & std.isfinite()
-    signal, order = torch.where(usable, std, 0).sort(descending=True)
+    usable = ~equal & std.isfinite() | (keep == 1)
+    signal, order = torch.where(usable, std, 0).sort(descending=True)                # most uncertain first
     rank = torch.zeros_like(order)
     rank[order[1:]] = (signal[:-1] - signal[1:] > 1e-6 * signal[:-1]).cumsum(0)      # the same rank: a tie
     best = rank.argsort(stable=True)[:max(1, math.floor(keep * len(size) + 1e-9))]
     kept = torch.isin(torch.arange(len(size)), best) & usable
     return kept[index].to(rewards.device)
 
-# ------------------------------------------------------------------------------------------------ advantages
-
+# ----------------------------------------------------------------------------------------------- advantages
 def grpo_advantages(rewards, group_ids, normalize_std=True):
     """GRPO: how much better than its group. Episode rewards and group_ids (B,) -> (B,).
 
         A = (R - mean) / (std + 1e-6)      unbiased std; no division if not normalize_std (Dr. GRPO)
 
-    Exactly 0 where a group's rewards are equal, also for a group of one.
+    Exactly 0 where a group's rewards are equal, so also for a group of one.
 
     >>> grpo_advantages(torch.tensor([0., 2., 7.]), torch.tensor([3, 3, 1]), normalize_std=False)
     tensor([-1.,  1.,  0.])
@@ -89,9 +84,8 @@ def grpo_advantages(rewards, group_ids, normalize_std=True):
     index, size, mean, std, equal = group_stats(rewards, group_ids)
     advantages = rewards.detach().cpu().double() - mean[index]
     if normalize_std:
-        unbiased = std * (size / (size - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (unbiased[index] + 1e-6)
-    return torch.where(equal[index], 0, advantages).to(rewards)
+        advantages = advantages / ((std * (size / (size - 1).clamp(min=1)).sqrt())[index] + 1e-6)
+    return torch.where(equal[index], 0, advantages).to(rewards.device, (rewards * 1.0).dtype)
 
 def whiten(x, loss_mask):
     """(x - mean) / (population std + 1e-8) over all sampled tokens, 0 elsewhere; all (B, T).
@@ -131,7 +125,7 @@ def place_rewards(turn_rewards, loss_mask, turn_ids):
 
 @torch.no_grad()
 def gae(token_rewards, values, loss_mask, gamma=1.0, lam=1.0, segment_ends=None):
-    """Generalised advantage estimation over sampled tokens (paper eq. 5; Schulman et al. 2016); all (B, T).
+    """Generalised advantage estimation over the sampled tokens (Schulman et al. 2016); all (B, T).
 
         delta_t = r_t + gamma V_t' - V_t      t': the next sampled token; V = 0 after the last one
         A_t     = delta_t + gamma lam A_t'    returns = A + V
@@ -146,10 +140,10 @@ def gae(token_rewards, values, loss_mask, gamma=1.0, lam=1.0, segment_ends=None)
     mask = loss_mask.bool()
     rewards, values = torch.where(mask, token_rewards, 0), torch.where(mask, values, 0)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0] + values[:, 0])     # (B,)
-    go_on, columns = torch.ones_like(mask) if segment_ends is None else ~segment_ends, []
+    goes_on, columns = torch.ones_like(mask) if segment_ends is None else ~segment_ends, []
     for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * next_value * go_on[:, t] - values[:, t]
-        advantage = delta + gamma * lam * next_advantage * go_on[:, t]
+        delta = rewards[:, t] + gamma * next_value * goes_on[:, t] - values[:, t]
+        advantage = delta + gamma * lam * next_advantage * goes_on[:, t]
         columns.append(torch.where(mask[:, t], advantage, 0))
         next_value = torch.where(mask[:, t], values[:, t], next_value)   # carried over what was not sampled
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
@@ -189,9 +183,9 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
                        gamma_turn=0.95, lam_turn=1.0, normalize_std=True):
     """Kept trajectories -> advantages (B, T), returns (B, T) or None.
 
-    estimator: "grpo", "gae" or "bilevel"; the latter two need values (B, T), are whitened and, given
-    ref_logprobs, take kl_coef * (logp_old - logp_ref) from the reward (vanilla StarPO: 0.001). For GRPO, KL is in the loss:
-    see update. batch: anything with the tensors of a Trajectories. Raises ValueError.
+    batch: anything with the tensors of a Trajectories. estimator: "grpo", "gae" or "bilevel" (or ValueError);
+    the latter two need values (B, T), are whitened, and with ref_logprobs pay kl_coef * (logp_old - logp_ref)
+    less (vanilla StarPO: 0.001). With GRPO, update puts KL into the loss.
     """
     mask, turn_rewards = batch.loss_mask.bool(), batch.rewards + batch.penalties
     if estimator == "grpo":
@@ -211,30 +205,24 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
                                           gamma_turn, lam_turn, gamma, lam)
     return whiten(advantages, mask), returns
 
-# ------------------------------------------------------------------------------ packing and masked log-probs
-
-@dataclass
-class Layout:
-    """Trajectories in packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...]. On the CPU."""
-    ids: torch.Tensor        # (R, L)
-    position: torch.Tensor   # (R, L), of the id in its trajectory
-    block: torch.Tensor      # (R, L), one number for a prefix and its tails; padding: each its own block
-    member: torch.Tensor     # (R, L), the trajectory of a tail, or PREFIX
-    row: torch.Tensor        # (B,), the packed row of each trajectory; -1: nothing sampled, left out
-    column: torch.Tensor     # (B, T), where in that row each of its ids stands
+# ----------------------------------------------------------------------------- packing and masked log-probs
+Layout = namedtuple("Layout", "ids position block member row column")
 
 def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
-    """tokens, loss_mask (B, T), group_ids (B,) or None -> Layout with rows of up to width, or one trajectory.
+    """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
 
-    Ids are read up to the last sampled one, which is only predicted. A prefix is the longest run of ids common
-    to a group's members before any member's first sampled token; since ids are compared, group_ids is a mere
-    hint. Raises ValueError if a row's first id is marked as sampled.
+    tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
+    is the longest run of ids common to a group's members before any member's first sampled token: ids are
+    compared, group_ids is a mere hint. Ids are read up to the last sampled one, which is only predicted.
+    Returns on the CPU: ids (R, L); position (R, L) in the trajectory; block (R, L), a number for a prefix and
+    its tails, for padding one each; member (R, L), the trajectory of a tail, or PREFIX; row (B,) and
+    column (B, T), where ids stand (row -1: nothing sampled). Raises ValueError if a first id is sampled.
     """
     tokens, sampled = tokens.cpu(), loss_mask.bool().cpu()
     if sampled[:, :1].any():
-        raise ValueError("loss_mask marks a row's first id as sampled, but nothing stands before it to predict it")
+        raise ValueError("loss_mask marks a row's first id as sampled: there is nothing to predict it from")
     B, T = tokens.shape
-    used = (sampled * torch.arange(T)).amax(dim=1).tolist()      # ids read: the index of the last sampled one
+    used = (sampled * torch.arange(T)).amax(dim=1).tolist()     # ids to read = index of the last sampled one
     first = sampled.int().argmax(dim=1)
     groups = defaultdict(list)
     for b, key in enumerate(range(B) if group_ids is None else torch.as_tensor(group_ids).tolist()):
@@ -264,17 +252,17 @@ def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
 def attention_mask(block, member, position, dtype, window=None):
     """Which keys j a query i may see; (R, L) each -> additive (R, 1, L, L): 0, or the dtype's minimum."""
     order = torch.arange(block.shape[1], device=block.device)
-    see = ((order <= order[:, None])                                       # j <= i, in the same block,
-           & (block[:, None, :] == block[:, :, None])                      # in the prefix or the same trajectory
+    see = ((order <= order[:, None])                                  # j <= i, in the same block,
+           & (block[:, None, :] == block[:, :, None])                 # in the prefix or the same trajectory
            & ((member[:, None, :] == PREFIX) | (member[:, None, :] == member[:, :, None])))
-    if window:                                                             # a layer that looks back so far only
+    if window:                                                        # a layer that looks back only so far
         see = see & (position[:, :, None] - position[:, None, :] < window)
     return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[:, None]
 
 def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
-    """The hidden states that predict the sampled tokens (N, D), and these tokens' rows and columns in (B, T).
+    """The hidden states that predict the sampled tokens (N, D), and the tokens' rows and columns in (B, T).
 
-    backbone: a transformers base model; set to eval mode, for with dropout equal weights give a ratio unlike 1.
+    backbone: a transformers base model; set to eval mode: under dropout, the ratio of equal weights is not 1.
     """
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -282,18 +270,19 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
     order = layout.row[b].argsort(stable=True)
     b, t = b[order], t[order]
-    r, c = layout.row[b], layout.column[b, t - 1]       # the causal shift: token t is predicted where t - 1 is read
+    r, c = layout.row[b], layout.column[b, t - 1]   # the causal shift: t is predicted where t - 1 is read
     hidden = []
-    for rows in torch.arange(len(layout.ids)).split(max(1, FORWARD_TOKENS // max(1, layout.ids.shape[1]))):
-        ids, position, block, member = (x[rows].to(weight.device) for x in (
-            layout.ids, layout.position, layout.block, layout.member))
-        mask = attention_mask(block, member, position, weight.dtype, None if kinds else window)
-        if kinds and window:                            # Gemma and others: one mask for each type of layer
-            mask = {"full_attention": mask,
-                    "sliding_attention": attention_mask(block, member, position, weight.dtype, window)}
+    step = max(1, FORWARD_TOKENS // max(1, layout.ids.shape[1]))
+    for low in range(0, len(layout.ids), step):
+        ids, position, block, member = (x[low:low + step].to(weight.device) for x in layout[:4])
+        mask = attention_mask(block, member, position, weight.dtype, window)
+        if kinds and window:                        # Gemma and others: a mask for each type of layer
+            full = attention_mask(block, member, position, weight.dtype)
+            mask = {"full_attention": full, "sliding_attention": mask}
         out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-        here = (r >= rows[0]) & (r <= rows[-1])
-        hidden.append(out.last_hidden_state[(r[here] - rows[0]).to(weight.device), c[here].to(weight.device)])
+        here = (low <= r) & (r < low + step)
+        at = (r[here] - low).to(weight.device), c[here].to(weight.device)
+        hidden.append(out.last_hidden_state[at])
     hidden = torch.cat(hidden) if hidden else weight.new_zeros(0, config.hidden_size)
     return hidden, b.to(weight.device), t.to(weight.device)
 
@@ -318,31 +307,30 @@ def token_logprobs(model, tokens, loss_mask, group_ids=None, temperature=1.0, wi
                    vocab_size=None):
     """log pi(tokens[b, t] | tokens[b, :t]) of every sampled token, under logits / temperature.
 
-    model: a transformers causal LM; tokens, loss_mask (B, T); group_ids (B,): which rows may share a prompt, a
-    hint that saves time and changes nothing; vocab_size: the tokenizer's length, ids from there on are
-    impossible. Returns logprobs (B, T) and entropy (B, T) in nats or None, 0 where loss_mask is False, with
-    gradient, on the model's device. Raises ValueError if a row's first id is marked as sampled.
+    model: a transformers causal LM; tokens, loss_mask (B, T); group_ids (B,): rows that may share a prompt, a
+    hint that saves time and changes nothing; vocab_size: the tokenizer's length, ids beyond are impossible.
+    Returns logprobs (B, T) and entropy (B, T) in nats or None, 0 where loss_mask is False, with gradient, on
+    the model's device. Raises ValueError if a row's first id is marked as sampled.
     """
     hidden, b, t = hidden_of_sampled(model.base_model, tokens, loss_mask, group_ids)
     targets = tokens.to(hidden.device)[b, t]                                         # (N,)
     n, parts = max(1, LOGITS_ELEMENTS // len(model.get_output_embeddings().weight)), []
     for h, y in zip(hidden.split(n), targets.split(n)):
         call = (score_chunk, model, h, y, temperature, with_entropy, vocab_size)
-        # Too many logits to keep (8,192 tokens x 151,936 ids: 5 GB) are made in chunks, and again in backward.
-        parts.append(checkpoint(*call, use_reentrant=False) if len(hidden) > n else call[0](*call[1:]))
+        # Too many logits (8,192 tokens x 151,936 ids are 5 GB): made in chunks, and once more in backward.
+        parts.append(checkpoint(*call, use_reentrant=False) if len(hidden) > n else score_chunk(*call[1:]))
     logprobs, entropy = zip(*parts)
     zeros = torch.zeros(tokens.shape, device=hidden.device)
     return (zeros.index_put((b, t), torch.cat(logprobs)),
             zeros.index_put((b, t), torch.cat(entropy)) if with_entropy else None)
 
 def token_values(critic, tokens, loss_mask, group_ids=None):
-    """critic.head on critic.backbone: the value of the state each sampled token was chosen in, (B, T), else 0."""
+    """critic.head on critic.backbone: value of the state each sampled token was chosen in, (B, T); else 0."""
     hidden, b, t = hidden_of_sampled(critic.backbone, tokens, loss_mask, group_ids)
     values = critic.head(hidden.to(critic.head.weight.dtype))[:, 0].float()          # (N,)
     return torch.zeros(tokens.shape, device=hidden.device).index_put((b, t), values)
 
-# ------------------------------------------------------------------------------------------------------ losses
-
+# --------------------------------------------------------------------------------------------------- losses
 def loss_weights(loss_mask, token_mean=False):
     """What each token counts in a loss, (B, T) -> (B, T): 0 if not sampled, summing to 1 (to 0 if none is).
 
@@ -354,9 +342,8 @@ def loss_weights(loss_mask, token_mean=False):
     """
     mask = loss_mask.bool().float()
     length = mask.sum(dim=1, keepdim=True)                                           # (B, 1)
-    if token_mean:
-        return mask / length.sum().clamp(min=1)
-    return mask / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
+    by_row = mask / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
+    return mask / length.sum().clamp(min=1) if token_mean else by_row
 
 def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.2, clip_ratio_high=0.28,
                 weights=None):
@@ -374,8 +361,8 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.
     """
     mask = loss_mask.bool()
     weights = loss_weights(mask) if weights is None else torch.where(mask, weights, 0)
-    logprobs, old_logprobs = torch.where(mask, logprobs, 0), torch.where(mask, old_logprobs, 0)
-    advantages = torch.where(mask, advantages, 0)
+    logprobs, old_logprobs, advantages = (
+        torch.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
     ratio = torch.exp(logprobs - old_logprobs)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
@@ -390,7 +377,7 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
 
         loss = 1/2 sum w max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)     clip=None: the first alone
 
-    RAGEN clips at 0.5, which throttles a critic of returns up to 11 (Sokoban). Returns loss, {value_clip_frac}.
+    RAGEN clips at 0.5, which throttles it where returns reach 11 (Sokoban). Returns loss, {value_clip_frac}.
 
     >>> one = torch.ones(1, 1)
     >>> [value_loss(one * 3, one * 0, one * 4, one, clip)[0].item() for clip in (None, 1)]
@@ -406,13 +393,12 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     loss = 0.5 * (weights * torch.maximum(error, clipped_error)).sum()
     return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
 
-# ------------------------------------------------------------------------------------------------------ update
-
+# --------------------------------------------------------------------------------------------------- update
 def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
-    Yields a minibatch's loss weights (B, T) and its micro-batches, (n,) rows each: as many packed rows as come
-    to tokens_per_micro_batch positions, at least one.
+    Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that pack into no more than
+    tokens_per_micro_batch positions, or into one packed row.
     """
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
     width = min(ROW_WIDTH, tokens_per_micro_batch)
@@ -427,8 +413,7 @@ def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_bat
 def step_or_skip(optimizer, max_grad_norm=1.0):
     """Clip the gradient and step. If its norm is not finite, weights and optimiser state stay as they are.
 
-    Gradients are dropped either way. Returns the norm before clipping (a scalar) and whether a step was taken.
-    """
+    Gradients are dropped either way. Returns the norm before clipping (a scalar), and whether it stepped."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     stepped = bool(grad_norm.isfinite())                              # the host synchronisation of a step
@@ -437,32 +422,24 @@ def step_or_skip(optimizer, max_grad_norm=1.0):
     optimizer.zero_grad(set_to_none=True)
     return grad_norm, stepped
 
-def run_minibatches(plan, loss_of, optimizer, max_grad_norm=1.0):
-    """One step a minibatch. plan: the arguments of minibatches; loss_of(rows, their loss weights) -> loss, stats.
+def summary(log, who=""):
+    """log: (gradient norm, stepped, sampled tokens, sums over tokens by name) of each minibatch -> means over
+    the tokens of the steps taken (left out if none was), and counts; the norm and counts under who + name."""
+    taken, means = [entry for entry in log if entry[1]], defaultdict(float)
+    total = sum(count for _, _, count, _ in taken)
+    for norm, _, count, sums in taken:
+        for name, value in (sums | {who + "grad_norm": norm * count}).items():
+            means[name] += float(value) / total
+    return dict(means) | {who + "grad_norm_max": max((float(norm) for norm, *_ in taken), default=0.0),
+                          who + "optimizer_steps": len(taken), who + "skipped_steps": len(log) - len(taken),
+                          who + "tokens_trained": total}
 
-    Returns floats: stats as means over the sampled tokens of the steps taken, ratio_max_dev as the maximum over
-    the first minibatch, grad_norm, grad_norm_max, and counts. With nothing sampled, one step counts as skipped.
-    """
-    masks, sums, norms, first = plan[1], defaultdict(float), [], [0.0]
-    done = {"optimizer_steps": 0, "skipped_steps": int(not masks.any()), "tokens_trained": 0}
-    for number, (weights, parts) in enumerate(minibatches(*plan)):
-        count, seen = int(masks[torch.cat(parts)].sum()), []
-        for part in parts:
-            loss, stats = loss_of(part, weights[part])
-            loss.backward()
-            first += [float(stats.pop("ratio_max_dev", 0.0))] if number == 0 else []
-            for name, value in stats.items():     # losses are sums over the minibatch, the others means of a part
-                seen.append((name, value * (count if name.endswith("loss") else int(masks[part].sum()))))
-        norm, stepped = step_or_skip(optimizer, max_grad_norm)
-        done["optimizer_steps" if stepped else "skipped_steps"] += 1
-        if stepped:
-            done["tokens_trained"] += count
-            norms.append(float(norm))
-            for name, value in seen + [("grad_norm", norm * count)]:
-                sums[name] = sums[name] + value
-    means = {name: float(total) / done["tokens_trained"] for name, total in sums.items()}
-    worst = float(torch.tensor(first).nan_to_num(nan=1e9, posinf=1e9).max())
-    return means | done | {"grad_norm_max": max(norms, default=0.0), "ratio_max_dev": worst}
+def explained_variance(values, returns, loss_mask):
+    """1 - Var(returns - values) / Var(returns) over sampled tokens: 1 perfect, 0 constant (or undefined)."""
+    mask = loss_mask.bool()
+    returns, error = returns[mask].double(), (returns - values)[mask].double()
+    spread = float(((returns - returns.mean()) ** 2).sum())
+    return 1 - float(((error - error.mean()) ** 2).sum()) / spread if spread > 1e-12 else 0.0
 
 def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=None, critic_optimizer=None,
            old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=8192,
@@ -473,45 +450,49 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
 
     batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs,
     old_values, returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO).
-    tokens_per_micro_batch is for memory alone. Returns what run_minibatches does: policy_loss, clip_frac,
-    kl_old, kl_ref (k3), ...; the critic's under critic_..., value_loss, and explained_variance of old_values:
-    1 - Var(returns - old_values) / Var(returns), 1 for a perfect critic, 0 for a constant one.
+    tokens_per_micro_batch is for memory alone. Returns summary's dict, kl_ref (k3), explained_variance of
+    old_values, ratio_max_dev (more than rounding is a bug). With nothing sampled, one step counts as skipped.
     """
     device = next(policy.parameters()).device
-    tokens, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
-    mask, old_logprobs, advantages, ref_logprobs, old_values, returns = (
-        x if x is None else x.detach().to(device)
-        for x in (masks, batch.logprobs, advantages, ref_logprobs, old_values, returns))
-
-    def policy_part(rows, weights):
-        weights = weights.to(device)
-        logprobs, entropy = token_logprobs(policy, tokens[rows], masks[rows], group_ids[rows], temperature,
-                                           entropy_coef != 0, vocab_size)
-        loss, stats = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows],
-                                  clip_ratio_low, clip_ratio_high, weights)
-        stats["policy_loss"] = loss.detach()
-        if entropy_coef:
-            loss = loss - entropy_coef * (weights * entropy).sum()
-        if ref_logprobs is not None:
-            log_ratio = torch.where(mask[rows], ref_logprobs[rows], 0) - logprobs
-            stats["kl_ref"] = masked_mean((log_ratio.exp() - 1 - log_ratio).detach(), mask[rows])
-            loss = loss + (kl_coef * (weights * log_ratio ** 2 / 2).sum() if kl_in_loss else 0)
-        return loss, stats
-
-    def critic_part(rows, weights):
-        values = token_values(critic, tokens[rows], masks[rows], group_ids[rows])
-        loss, stats = value_loss(values, old_values[rows], returns[rows], mask[rows], value_clip,
-                                 weights.to(device))
-        return loss, stats | {"loss": loss.detach()}
-
-    plan = (tokens, masks, group_ids, epochs, minibatch_size, tokens_per_micro_batch, token_mean, shuffle_seed)
-    metrics = run_minibatches(plan, policy_part, optimizer, max_grad_norm)
+    ids, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
+    log, critic_log, deviations = [], [], [0.0]
+    for weights, parts in minibatches(ids, masks, group_ids, epochs, minibatch_size,
+                                      tokens_per_micro_batch, token_mean, shuffle_seed):
+        count, seen, critic_seen = int(masks[torch.cat(parts)].sum()), defaultdict(float), defaultdict(float)
+        for part in parts:
+            tokens, mask, w, old, advantage, ref, old_value, target = (
+                x if x is None else x.detach()[part.to(x.device)].to(device) for x in (
+                    ids, masks, weights, batch.logprobs, advantages, ref_logprobs, old_values, returns))
+            logprobs, entropy = token_logprobs(policy, tokens, mask, group_ids[part], temperature,
+                                               entropy_coef != 0, vocab_size)
+            loss, stats = policy_loss(logprobs, old, advantage, mask, clip_ratio_low, clip_ratio_high, w)
+            seen["policy_loss"] += loss.detach() * count               # micro-batches add up to the minibatch
+            deviations += [] if log else [float(stats["ratio_max_dev"])]         # before any step
+            if entropy_coef:
+                loss = loss - entropy_coef * (w * entropy).sum()
+            if ref is not None:
+                log_ratio = torch.where(mask, ref, 0) - logprobs
+                stats["kl_ref"] = masked_mean((log_ratio.exp() - 1 - log_ratio).detach(), mask)         # k3
+                loss = loss + kl_coef * (w * log_ratio ** 2 / 2).sum() if kl_in_loss else loss          # k2
+            loss.backward()
+            for name, mean in stats.items():
+                seen[name] += mean * int(masks[part].sum())
+            if critic is not None:
+                values = token_values(critic, tokens, mask, group_ids[part])
+                loss, _ = value_loss(values, old_value, target, mask, value_clip, w)
+                loss.backward()
+                critic_seen["value_loss"] += loss.detach() * count
+        log.append((*step_or_skip(optimizer, max_grad_norm), count, seen))
+        if critic is not None:
+            critic_log.append((*step_or_skip(critic_optimizer, max_grad_norm), count, critic_seen))
+    metrics = summary(log) | {"ratio_max_dev": min(max(deviations), 1e9)}
+    metrics["skipped_steps"] += not log
     if critic is not None:
-        of_critic = run_minibatches(plan, critic_part, critic_optimizer, max_grad_norm)
-        metrics |= {"critic_" + name: of_critic[name] for name in ("grad_norm", "skipped_steps")}
+        metrics |= summary(critic_log, "critic_")
+        metrics["explained_variance"] = explained_variance(old_values.detach().cpu(), returns.cpu(), masks)
+    return metrics
 
-# ------------------------------------------------------------------------------------------- collapse indicators
-
+# -------------------------------------------------------------------------------------- collapse indicators
 def indicators(traj, rewards):
     """What to watch for collapse, over all rows of a rollout before the filter, as floats.
 
@@ -522,22 +503,20 @@ def indicators(traj, rewards):
     Trap: reward_std_in_group, entropy and distinct_reply_frac fall, then grad_norm leaps.
     """
     index, size, _, std, equal = group_stats(rewards, traj.group_ids)
-    success, sampled = traj.success.cpu().double(), float(traj.loss_mask.sum())
     turns, replies = [turn for info in traj.infos for turn in info["turns"]], defaultdict(set)
     for group, info in zip(index.tolist(), traj.infos):
         replies[group] |= {turn["reply"] for turn in info["turns"][:1]}
+    solved = torch.zeros_like(std).index_add(0, index, traj.success.cpu().double()) > 0
     distinct = torch.tensor([len(replies[group]) for group in range(len(size))]) / size
-    solved = torch.zeros_like(std).index_add(0, index, success) > 0
-    n = max(1, len(turns))
-    return {"success": float(success.mean()), "reward_mean": float(rewards.double().mean()),
-            "reward_std_in_group": float(std.mean()), "zero_var_frac": float(equal.double().mean()),
-            "entropy": float(masked_mean(traj.entropies, traj.loss_mask)),
-            "valid_frac": sum(turn["valid"] for turn in turns) / n,
-            "context_cut_frac": float(traj.context_cut.double().mean()),
-            "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / len(traj.infos),
-            "reply_len": sampled / n, "thought_len": sum(len(turn["thought"].split()) for turn in turns) / n,
-            "distinct_reply_frac": float(distinct.mean()), "pass_at_g": float(solved.double().mean()),
-            "tokens": sampled}
+    sampled, n = float(traj.loss_mask.sum()), max(1, len(turns))
+    means = {"success": traj.success, "reward_mean": rewards, "reward_std_in_group": std,
+             "zero_var_frac": equal, "context_cut_frac": traj.context_cut, "pass_at_g": solved,
+             "distinct_reply_frac": distinct, "entropy": masked_mean(traj.entropies, traj.loss_mask)}
+    return {name: float(x.double().mean()) for name, x in means.items()} | {
+        "tokens": sampled, "reply_len": sampled / n,
+        "thought_len": sum(len(turn["thought"].split()) for turn in turns) / n,
+        "valid_frac": sum(turn["valid"] for turn in turns) / n,
+        "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / max(1, len(traj.infos))}
 
 def demo():
     """Two groups of two trajectories, two turns of two tokens each, through every formula."""
@@ -547,28 +526,24 @@ def demo():
     torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=64,
                                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1))
-    tokens = torch.randint(60, (4, 10))
+    tokens, zeros = torch.randint(60, (4, 10)), torch.zeros(4, 10)
     tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
-    mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1, 1]).bool().expand(4, 10)
-    batch = SimpleNamespace(tokens=tokens, loss_mask=mask, group_ids=torch.tensor([0, 0, 1, 1]),
-                            turn_ids=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1]).expand(4, 10),
-                            rewards=torch.tensor([[0., 1.], [0., 0.], [0.5, 0.5], [1., 0.]]),
-                            penalties=torch.tensor([[0., 0.], [-0.1, 0.], [0., 0.], [0., 0.]]))
-    rewards, layout = episode_rewards(batch.rewards, batch.penalties), pack(tokens, mask, batch.group_ids)
-    batch.logprobs = token_logprobs(model, tokens, mask, batch.group_ids)[0].detach()
-    for name, value in {
-            "episode rewards (B,)": rewards, "kept with keep=0.5": filter_groups(rewards, batch.group_ids, 0.5),
-            "GRPO advantages": compute_advantages("grpo", batch)[0],
-            "token rewards": place_rewards(batch.rewards + batch.penalties, mask, batch.turn_ids),
-            "GAE, whitened": compute_advantages("gae", batch, torch.zeros(4, 10))[0],
-            "bi-level GAE, whitened": compute_advantages("bilevel", batch, torch.zeros(4, 10))[0],
-            "packed row: positions": layout.position, "packed row: members, -1 for prefixes": layout.member,
-            "log-probs": batch.logprobs, "loss weights": loss_weights(mask)}.items():
+    mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
+    b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2,
+                        rewards=torch.tensor([[0., 1.], [0., 0.], [0.5, 0.5], [1., 0.]]),
+                        penalties=torch.tensor([[0., 0.], [-0.1, 0.], [0., 0.], [0., 0.]]))
+    b.logprobs = token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
+    rewards, layout = episode_rewards(b.rewards, b.penalties), pack(tokens, mask, b.group_ids)
+    shown = {"episode rewards": rewards, "kept with keep=0.5": filter_groups(rewards, b.group_ids, 0.5),
+             "token rewards": place_rewards(b.rewards + b.penalties, mask, turn_ids),
+             "packed row, members (-1: shared prefix)": layout.member, "and positions": layout.position,
+             "log-probs": b.logprobs, "loss weights": loss_weights(mask)}
+    shown |= {f"advantages, {x}": compute_advantages(x, b, zeros)[0] for x in ("grpo", "gae", "bilevel")}
+    for name, value in shown.items():
         print(f"{name}\n{value}\n")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
-        metrics = update(model, optimizer, batch, compute_advantages("grpo", batch)[0])
-        print(f"update {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
+        print(f"update {step}:", update(model, optimizer, b, shown["advantages, grpo"]))
 
 if __name__ == "__main__":
     demo()

@@ -1,21 +1,26 @@
 """Train a language-model agent with StarPO: roll out, filter, advantages, update, again.
 
-    python train.py --env sokoban                     # StarPO-S on the built-in tiny model: minutes on a laptop CPU
-    python train.py --env bandit --algo starpo        # the vanilla algorithm: KL, symmetric clipping, no filter
+    python train.py --env sokoban                   # StarPO-S on the built-in tiny model: minutes on a laptop
+    python train.py --env bandit --algo starpo      # the vanilla algorithm: KL, symmetric clipping, no filter
     python train.py --model Qwen/Qwen2.5-0.5B-Instruct --env sokoban --device cuda
 
-StarPO treats a whole dialogue (thoughts, answers, observations) as one trajectory. An iteration samples `groups` levels,
-plays each `group_size` times, and takes policy-gradient steps on the tokens that were sampled. StarPO-S keeps only the
-quarter of the groups whose rewards vary most, drops the KL term, and clips upward moves later than downward ones.
+StarPO treats a whole dialogue (thoughts, answers, observations) as one trajectory. An iteration samples
+`groups` levels, plays each `group_size` times, and takes policy-gradient steps on the tokens that were
+sampled. StarPO-S keeps only the quarter of the groups whose rewards vary most, drops the KL term, and clips
+upward moves later than downward ones.
 
-Differences from RAGEN: levels and luck have separate seeds, observations carry no gradient, and every success rate
-stands between a random valid policy and the best possible one (README, "same / different / left out").
+Differences from RAGEN: levels and luck have separate seeds, observations carry no gradient, and every
+success rate stands between a random valid policy and the best possible one (README, "same / different /
+left out").
 
-In reading order: Config, train (the loop), supervised (--algo sft), evaluate, the seeds, the report, the command line.
+In reading order: Config, train (the loop), demonstrations (--algo sft), the seeds, evaluate, the report, the
+command line.
 """
 import argparse
+import ast
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import random
@@ -31,67 +36,72 @@ from tqdm import tqdm
 from envs import make_env, random_success
 from model import Critic, find_checkpoint, load_policy, load_trainer, save_checkpoint
 from rollout import Trajectories, rollout
-from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, loss_weights, step_or_skip, token_logprobs,
+from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, token_logprobs,
                     token_values, update)
 
 
-def option(default, help: str):
-    """A Config field: its default, and a help text with unit and usual range."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default, help: str, **allowed):
+    """A Config field: its default, a help text with unit and usual range, and what is allowed: at_least,
+    above, at_most (numbers) or choices (a list)."""
+    return dataclasses.field(default=default, metadata={"help": help, **allowed})
 
 
 @dataclass
 class Config:
-    """Everything a run depends on. One command-line flag a field; the resolved values are printed and saved. None means
-    "by algorithm, model or environment": see ALGORITHMS and resolve()."""
+    """Everything a run depends on. One command-line flag a field; the resolved values are printed and
+    saved. None means "by algorithm, model or environment": see ALGORITHMS and resolve()."""
     env: str = option("sokoban", "bandit, sokoban, frozenlake, a variant of them, or path/to/file.py:Class")
     env_args: str = option("", "overrides of the environment, as in low_reward=0.35,max_turns=3")
     model: str = option("tiny", "tiny (built in), a local folder, or a hub id")
-    algo: str = option("starpo-s", "starpo (KL, clip 0.2/0.2, all groups), starpo-s (no KL, 0.2/0.28, top quarter), or sft")
-    estimator: str = option("grpo", "grpo (group baseline), gae (critic), or bilevel (critic, turns then tokens)")
-    groups: int = option(8, "levels an iteration, P (usual 4..32)")
-    group_size: int = option(16, "episodes a level, N (usual 4..32)")
-    iters: int = option(None, "iterations")
-    epochs: int = option(1, "passes over the kept trajectories (1: nearly on-policy; 2..4 reuses them)")
-    minibatch_size: int = option(32, "trajectories an optimizer step")
-    lr: float = option(None, "policy learning rate (tiny 1e-4; a pretrained 0.5 B model 1e-6)")
-    critic_lr: float = option(None, "critic learning rate (usual 10 x lr)")
-    gamma: float = option(1.0, "discount a token")
-    lam: float = option(1.0, "GAE lambda a token")
-    gamma_turn: float = option(0.95, "discount a turn (bilevel)")
-    lam_turn: float = option(1.0, "GAE lambda a turn (bilevel)")
-    keep: float = option(None, "share of groups kept, those whose rewards vary most (1 keeps all)")
-    clip_ratio_low: float = option(0.2, "the ratio may fall to 1 - this")
-    clip_ratio_high: float = option(None, "the ratio may rise to 1 + this (0.28 in StarPO-S)")
-    value_clip: float = option(None, "clip of value changes; none by default, returns near 11 would throttle the critic")
-    kl_coef: float = option(None, "weight of the KL to the start (0.001 in StarPO): in the reward with a critic, else in the loss")
-    format_penalty: float = option(0.1, "taken from the reward of a turn without a valid action")
+    algo: str = option("starpo-s", "starpo (KL, all groups), starpo-s (no KL, top quarter), or sft",
+                       choices=["starpo", "starpo-s", "sft"])
+    estimator: str = option("grpo", "grpo (group baseline), gae (critic) or bilevel (critic, turn by turn)",
+                            choices=["grpo", "gae", "bilevel"])
+    groups: int = option(8, "levels an iteration, P (usual 4..32)", at_least=1)
+    group_size: int = option(16, "episodes a level, N (usual 4..32)", at_least=1, at_most=4096)
+    iters: int = option(None, "iterations", at_least=1)
+    epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", at_least=1)
+    minibatch_size: int = option(32, "trajectories an optimizer step", at_least=1)
+    lr: float = option(None, "policy learning rate (tiny 1e-4; a pretrained 0.5 B model 1e-6)", above=0)
+    critic_lr: float = option(None, "critic learning rate (usual 10 x lr)", above=0)
+    gamma: float = option(1.0, "discount a token", at_least=0, at_most=1)
+    lam: float = option(1.0, "GAE lambda a token", at_least=0, at_most=1)
+    gamma_turn: float = option(0.95, "discount a turn (bilevel)", at_least=0, at_most=1)
+    lam_turn: float = option(1.0, "GAE lambda a turn (bilevel)", at_least=0, at_most=1)
+    keep: float = option(None, "share of groups kept, by in-group reward std (1: all)", above=0, at_most=1)
+    clip_ratio_low: float = option(0.2, "the ratio may fall to 1 - this", above=0, at_most=1)
+    clip_ratio_high: float = option(None, "the ratio may rise to 1 + this (0.28 in StarPO-S)", above=0)
+    value_clip: float = option(None, "clip of value changes; none by default: returns reach 11", above=0)
+    kl_coef: float = option(None, "weight of the KL to the start (in the reward with a critic)", at_least=0)
+    format_penalty: float = option(0.1, "taken from the reward of a turn without a valid action", at_least=0)
     normalize_std: bool = option(True, "divide GRPO advantages by the group's standard deviation")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus (0.001 in the paper)")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus (0.001 in the paper)", at_least=0)
     token_mean: bool = option(False, "average the loss over tokens instead of over trajectories")
-    max_grad_norm: float = option(1.0, "gradients are clipped to this L2 norm")
-    temperature: float = option(1.0, "sampling temperature of training, > 0")
-    eval_temperature: float = option(0.5, "sampling temperature of evaluation (0: greedy)")
-    max_new_tokens: int = option(None, "longest reply, tokens (tiny 80, else 200)")
-    max_turns: int = option(None, "turns an episode (the environment's own: 5)")
-    max_actions_per_turn: int = option(None, "actions a turn (the environment's own: 5)")
-    max_actions: int = option(None, "actions an episode (the environment's own: 10)")
+    warmup: int = option(10, "iterations over which the learning rates rise to their values", at_least=0)
+    max_grad_norm: float = option(1.0, "gradients are clipped to this L2 norm", above=0)
+    temperature: float = option(1.0, "sampling temperature of training", above=0)
+    eval_temperature: float = option(0.5, "sampling temperature of evaluation (0: greedy)", at_least=0)
+    max_new_tokens: int = option(None, "longest reply, tokens (tiny 80, else 200)", at_least=1)
+    max_turns: int = option(None, "turns an episode (the environment's own: 5)", at_least=1)
+    max_actions_per_turn: int = option(None, "actions a turn (the environment's own: 5)", at_least=1)
+    max_actions: int = option(None, "actions an episode (the environment's own: 10)", at_least=1)
     think: bool = option(True, "thoughts before answers")
-    noise: str = option("independent", "luck of a group's members: independent, or shared as in RAGEN")
-    careful: float = option(1.0, "sft: share of dialogues that the solver plays carefully; the others play at random")
-    seed: int = option(0, "all seeds are counted from this one")
-    out: str = option(None, "run folder (runs/ENV-ALGO-SEED)")
+    noise: str = option("independent", "luck of a group's members", choices=["independent", "shared"])
+    careful: float = option(1.0, "sft: share of dialogues that the solver plays; the others play at random",
+                            at_least=0, at_most=1)
+    seed: int = option(0, "all seeds are counted from this one", at_least=0)
+    out: str = option(None, "run folder (runs/ENV-ALGO-ESTIMATOR-SEED)")
     resume: str = option(None, "run folder to go on with")
     eval_only: str = option(None, "run folder, model folder or tiny: evaluate it and stop")
     eval_envs: str = option(None, "environments to evaluate on, as in sokoban,sokoban-large")
-    eval_n: int = option(1024, "held-out levels before and after (95 % interval about +-3 points)")
-    eval_split: str = option("test", "test, or tune: other held-out levels, for choosing hyperparameters")
-    eval_every: int = option(20, "iterations between evaluations on the first 256 of the levels (0: never)")
-    save_every: int = option(50, "iterations between checkpoints (0: only at the end)")
-    tokens_per_micro_batch: int = option(8192, "tokens a forward and backward pass; memory grows with it")
+    eval_n: int = option(1024, "held-out levels, before and after (1024: +-3 points)", at_least=1)
+    eval_split: str = option("test", "tune: other levels, to choose settings by", choices=["test", "tune"])
+    eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", at_least=0)
+    save_every: int = option(50, "iterations between checkpoints (0: only at the end)", at_least=0)
+    tokens_per_micro_batch: int = option(8192, "tokens a pass, bounds memory", at_least=1)
     device: str = option("auto", "auto (cuda, mps, cpu) or a torch device")
-    dtype: str = option("auto", "of the forward pass: auto, float32, bfloat16")
-    threads: int = option(0, "CPU threads (0: torch's choice)")
+    dtype: str = option("auto", "of the forward pass", choices=["auto", "float32", "bfloat16"])
+    threads: int = option(0, "CPU threads (0: torch's choice)", at_least=0)
 
 
 ALGORITHMS = {
@@ -99,55 +109,69 @@ ALGORITHMS = {
     "starpo-s": dict(keep=0.25, clip_ratio_high=0.28, kl_coef=0.0),
     "sft": dict(keep=1.0, clip_ratio_high=0.2, kl_coef=0.0),
 }
+ITERATIONS = {"bandit": 60}                     # else 150
+TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
+SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
+CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
+COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "groups_kept": "kept",
+           "entropy": "entropy", "valid_frac": "valid", "reply_len": "len", "grad_norm": "grad", "nll": "nll",
+           "eval_success": "eval"}              # on the screen; metrics.jsonl has all
 
 
-# -------------------------------------------------------------------------------------------------------- the algorithm
+# -------------------------------------------------------------------------------------------- the algorithm
 
 def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
-    """StarPO: each iteration is rollout, filter, advantages, update. Writes the run folder; returns its summary."""
+    """StarPO: each iteration is rollout, filter, advantages, update. Fills the run folder; returns its
+    summary."""
     run, clock = Run(cfg), Clock()
+    sft = cfg.algo == "sft"     # the policy gradient with advantage 1, on dialogues that somebody else played
     optimizers = {"policy": torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=0.0)}
     if critic is not None:
         optimizers["critic"] = torch.optim.AdamW(critic.parameters(), lr=cfg.critic_lr, weight_decay=0.0)
-    start = run.restore(model, critic, optimizers) if cfg.resume else 0
+    start = run.restore(critic, optimizers) if cfg.resume else 0
     with clock("evaluation"):
         before = run.first_evaluation(model, tokenizer)
 
     for iteration in range(start, cfg.iters):
-        began = time.perf_counter()
+        began, warm = time.perf_counter(), min(1.0, (iteration + 1) / max(1, cfg.warmup))
+        for name, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = warm * (cfg.lr if name == "policy" else cfg.critic_lr)
+
         with clock("rollout"):
-            batch = play_groups(cfg, model, tokenizer, iteration)
+            batch = (demonstrations if sft else play_groups)(cfg, model, tokenizer, iteration)
         clock.shift("rollout", "environment", sum(info["env_seconds"] for info in batch.infos))
 
         with clock("update"):
-            returns = episode_rewards(batch.rewards, batch.penalties)                            # (B,)
-            keep = filter_groups(returns, batch.group_ids, cfg.keep)                             # (B,) bool
-            metrics = indicators(batch, returns) | {"groups_kept": batch.group_ids[keep].unique().numel()}
+            returns = episode_rewards(batch.rewards, batch.penalties)                        # (B,)
+            keep = filter_groups(returns, batch.group_ids, cfg.keep)                         # (B,) bool
+            metrics = {**indicators(batch, returns), "groups_kept": len(batch.group_ids[keep].unique())}
             kept, metrics["optimizer_steps"] = batch.select(keep), 0
             if len(kept):
                 ref_logprobs = score(cfg, reference, tokenizer, kept) if reference else None     # (B, T)
-                values = token_values(critic, kept.tokens, kept.loss_mask, kept.group_ids) if critic else None
-                advantages, targets = compute_advantages(
-                    cfg.estimator, kept, values, ref_logprobs, kl_coef=cfg.kl_coef, normalize_std=cfg.normalize_std,
-                    gamma=cfg.gamma, lam=cfg.lam, gamma_turn=cfg.gamma_turn, lam_turn=cfg.lam_turn)
+                values = score_values(critic, kept) if critic else None                          # (B, T)
+                advantages, targets = (kept.loss_mask.float(), None) if sft else compute_advantages(
+                    cfg.estimator, kept, values, ref_logprobs, kl_coef=cfg.kl_coef, gamma=cfg.gamma,
+                    lam=cfg.lam, gamma_turn=cfg.gamma_turn, lam_turn=cfg.lam_turn,
+                    normalize_std=cfg.normalize_std)
                 metrics |= update(
-                    model, optimizers["policy"], kept, advantages, ref_logprobs=ref_logprobs, critic=critic,
-                    critic_optimizer=optimizers.get("critic"), old_values=values, returns=targets, epochs=cfg.epochs,
-                    minibatch_size=cfg.minibatch_size, tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-                    clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, value_clip=cfg.value_clip,
-                    kl_coef=cfg.kl_coef, kl_in_loss=critic is None, entropy_coef=cfg.entropy_coef, token_mean=cfg.token_mean,
-                    temperature=cfg.temperature, vocab_size=len(tokenizer), max_grad_norm=cfg.max_grad_norm,
+                    model, optimizers["policy"], kept, advantages, supervised=sft, ref_logprobs=ref_logprobs,
+                    critic=critic, critic_optimizer=optimizers.get("critic"), old_values=values,
+                    returns=targets, epochs=cfg.epochs, minibatch_size=cfg.minibatch_size,
+                    clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high,
+                    value_clip=cfg.value_clip, kl_coef=cfg.kl_coef, kl_in_loss=critic is None,
+                    entropy_coef=cfg.entropy_coef, token_mean=cfg.token_mean, temperature=cfg.temperature,
+                    vocab_size=len(tokenizer), max_grad_norm=cfg.max_grad_norm,
+                    tokens_per_micro_batch=cfg.tokens_per_micro_batch,
                     shuffle_seed=sample_seed(cfg, iteration))
 
-        if cfg.eval_every and (iteration + 1) % cfg.eval_every == 0 and iteration + 1 < cfg.iters:
+        if cfg.eval_every and (iteration + 1) % cfg.eval_every == 0:
             with clock("evaluation"):
                 quick = evaluate(cfg, model, tokenizer, min(cfg.eval_n, 256), cfg.eval_temperature)
                 metrics["eval_success"] = success_of(quick).mean().item()
         run.log(iteration, metrics, time.perf_counter() - began, batch)
-        if cfg.save_every and (iteration + 1) % cfg.save_every == 0:
+        if cfg.save_every and (iteration + 1) % cfg.save_every == 0 or iteration + 1 == cfg.iters:
             run.save(iteration + 1, model, tokenizer, critic, optimizers)
 
-    run.save(cfg.iters, model, tokenizer, critic, optimizers)
     with clock("evaluation"):
         after = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
     return run.report(before, after, clock)
@@ -155,79 +179,50 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
 
 def play_groups(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
     """One iteration's rollouts: `groups` levels, each played `group_size` times with luck of its own."""
-    levels = level_seeds(cfg, iteration)
-    rows = [(group, level, member) for group, level in enumerate(levels) for member in range(cfg.group_size)]
-    seeds = [level for _, level, _ in rows]
-    noise_seeds = [noise_seed(level, member if cfg.noise == "independent" else 0) for _, level, member in rows]
+    rows = [(group, level, member) for group, level in enumerate(level_seeds(cfg, iteration))
+            for member in range(cfg.group_size)]
+    noise_seeds = [noise_seed(level, member * (cfg.noise == "independent")) for _, level, member in rows]
     with tqdm(total=len(rows), desc=f"rollout {iteration + 1}", leave=False, disable=None) as bar:
-        return rollout(model, tokenizer, [make(cfg) for _ in rows], seeds, noise_seeds, [group for group, _, _ in rows],
-                       temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens, think=cfg.think,
-                       sample_seed=sample_seed(cfg, iteration), format_penalty=cfg.format_penalty,
-                       progress=lambda finished: bar.update(finished - bar.n))
+        return rollout(
+            model, tokenizer, [make(cfg) for _ in rows], [level for _, level, _ in rows], noise_seeds,
+            [group for group, _, _ in rows], temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens,
+            sample_seed=sample_seed(cfg, iteration), think=cfg.think, format_penalty=cfg.format_penalty,
+            progress=lambda n: bar.update(n - bar.n))
 
 
-def score(cfg: Config, model, tokenizer, batch: Trajectories) -> torch.Tensor:
-    """Log-probabilities (B, T) of a batch's sampled tokens under another model, without gradient."""
-    with torch.no_grad():
-        return token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, cfg.temperature,
-                              vocab_size=len(tokenizer))[0]
-
-
-def supervised(cfg: Config, model, tokenizer) -> dict:
-    """--algo sft: raise the likelihood of dialogues that the environments' solvers play, on the same tokens and mask as the
-    policy gradient. Every dialogue is a new level; a share `careful` of the dialogues reasons and acts by the solver, the
-    others have a hunch and act at random. `--env a,b,b` draws from several environments. Returns the summary."""
-    run, clock = Run(cfg), Clock()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=0.01)
-    start = run.restore(model, None, {"policy": optimizer}) if cfg.resume else 0
-    with clock("evaluation"):
-        before = run.first_evaluation(model, tokenizer)
-    names = sorted(cfg.env.split(","))
-    for iteration in range(start, cfg.iters):
-        began = time.perf_counter()
-        with clock("rollout"):
-            batch = demonstrations(cfg, tokenizer, names, iteration)
-        with clock("update"):
-            for slot in optimizer.param_groups:
-                slot["lr"] = cfg.lr * min(1.0, (iteration + 1) / 20)
-            total, tokens = 0.0, max(1, int(batch.loss_mask.sum()))
-            weights = loss_weights(batch.loss_mask, token_mean=True).to(model.device)
-            for rows in torch.arange(len(batch)).split(cfg.minibatch_size):
-                logprobs, _ = token_logprobs(model, batch.tokens[rows], batch.loss_mask[rows], batch.group_ids[rows])
-                loss = -(weights[rows] * logprobs).sum()
-                loss.backward()
-                total += loss.item()
-            norm, stepped = step_or_skip(optimizer, cfg.max_grad_norm)
-        metrics = {"loss": total, "grad_norm": norm, "tokens": tokens, "success": batch.success.float().mean().item(),
-                   "optimizer_steps": int(stepped)}
-        run.log(iteration, metrics, time.perf_counter() - began, batch)
-        if cfg.save_every and (iteration + 1) % cfg.save_every == 0:
-            run.save(iteration + 1, model, tokenizer, None, {"policy": optimizer})
-    run.save(cfg.iters, model, tokenizer, None, {"policy": optimizer})
-    with clock("evaluation"):
-        after = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
-    return run.report(before, after, clock)
-
-
-def demonstrations(cfg: Config, tokenizer, names: list[str], iteration: int) -> Trajectories:
-    """groups x group_size scripted dialogues, grouped by environment: their prompts begin alike, which packing shares."""
-    count = cfg.groups * cfg.group_size
+def demonstrations(cfg: Config, _, tokenizer, iteration: int) -> Trajectories:
+    """--algo sft: groups x group_size dialogues played by the solvers, each on a new level, with ids and
+    mask like sampled ones. A share `careful` of them reasons and acts by the solver, the others have a
+    hunch and act at random. --env a,b,b draws from several environments; rows are grouped by environment,
+    whose prompts begin alike."""
+    names, count = cfg.env.split(","), cfg.groups * cfg.group_size
     seeds = [TRAIN_SEEDS * (1 + cfg.seed) + iteration * count + i for i in range(count)]
-    dice = [random.Random(2 * seed) for seed in seeds]
+    rows = sorted(((names[seed % len(names)], seed) for seed in seeds))
+    dice = [random.Random(seed) for _, seed in rows]
     careful = [rng.random() < cfg.careful for rng in dice]
-    which = sorted(seed % len(names) for seed in seeds)
-    return rollout(None, tokenizer, [make(cfg, names[i]) for i in which], seeds, [noise_seed(s, 0) for s in seeds],
-                   [names.index(names[i]) for i in which], max_new_tokens=1000, think=cfg.think,
+    return rollout(None, tokenizer, [make(cfg, name) for name, _ in rows], [seed for _, seed in rows],
+                   [noise_seed(seed, 0) for _, seed in rows], [names.index(name) for name, _ in rows],
+                   max_new_tokens=1000, think=cfg.think,
                    script=lambda env, row: env.demonstrate(dice[row], careful[row], cfg.think))
 
 
-# ----------------------------------------------------------------------------------------------------- levels and seeds
+@torch.no_grad()
+def score(cfg: Config, model, tokenizer, batch: Trajectories) -> torch.Tensor:
+    """Log-probabilities (B, T) of a batch's sampled tokens under another model."""
+    return token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, cfg.temperature,
+                          vocab_size=len(tokenizer))[0]
 
-TRAIN_SEEDS, SPLITS = 10_000_000, {"test": 0, "tune": 5_000_000}     # training levels, and the two evaluation sets
 
+@torch.no_grad()
+def score_values(critic, batch: Trajectories) -> torch.Tensor:
+    """The critic's values (B, T) before the update."""
+    return token_values(critic, batch.tokens, batch.loss_mask, batch.group_ids)
+
+
+# ----------------------------------------------------------------------------------------- levels and seeds
 
 def level_seeds(cfg: Config, iteration: int) -> list[int]:
-    """The seeds of an iteration's levels: counted up, so that none comes twice, and above all evaluation seeds."""
+    """The seeds of an iteration's levels: counted up, so that none comes twice."""
     first = TRAIN_SEEDS * (1 + cfg.seed) + iteration * cfg.groups
     return list(range(first, first + cfg.groups))
 
@@ -238,27 +233,30 @@ def noise_seed(level: int, member: int) -> int:
 
 
 def sample_seed(cfg: Config, iteration: int) -> int:
-    """Which streams of uniforms the rows of an iteration sample from."""
+    """Which streams of uniforms the rows of an iteration sample from (evaluation: 0)."""
     return (1 + cfg.seed) * 1_000_000 + iteration
 
 
 def make(cfg: Config, name: str | None = None):
     """An environment with the run's limits, and its overrides where it is the run's own environment."""
-    limits = {k: getattr(cfg, k) for k in ("max_turns", "max_actions_per_turn", "max_actions") if getattr(cfg, k) is not None}
-    return make_env(name or cfg.env, **limits, **(parse_overrides(cfg.env_args) if name in (None, cfg.env) else {}))
+    limits = {key: getattr(cfg, key) for key in ("max_turns", "max_actions_per_turn", "max_actions")}
+    overrides = parse_overrides(cfg.env_args) if name in (None, cfg.env) else {}
+    return make_env(name or cfg.env.split(",")[0], **overrides,
+                    **{key: value for key, value in limits.items() if value is not None})
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------------------- evaluation
 
-def evaluate(cfg: Config, model, tokenizer, n: int, temperature: float, name: str | None = None) -> list[Trajectories]:
-    """Play n held-out levels once each, in batches; the same levels, luck and streams whenever it is called."""
-    batches, step = [], 128
+def evaluate(cfg: Config, model, tokenizer, n: int, temperature: float, name: str | None = None) -> list:
+    """Play n held-out levels once each -> Trajectories in batches; levels, luck and streams are always the
+    same."""
+    batches, first = [], SPLITS[cfg.eval_split]
     with tqdm(total=n, desc="evaluation", leave=False, disable=None) as bar:
-        for first in range(0, n, step):
-            seeds = [SPLITS[cfg.eval_split] + i for i in range(first, min(first + step, n))]
-            batches.append(rollout(model, tokenizer, [make(cfg, name) for _ in seeds], seeds,
-                                   [noise_seed(seed, 0) for seed in seeds], seeds, temperature=temperature,
-                                   max_new_tokens=cfg.max_new_tokens, think=cfg.think, format_penalty=cfg.format_penalty))
+        for chunk in torch.arange(first, first + n).split(128):
+            seeds = chunk.tolist()
+            batches.append(rollout(
+                model, tokenizer, [make(cfg, name) for _ in seeds], seeds, [noise_seed(s, 0) for s in seeds],
+                seeds, temperature=temperature, max_new_tokens=cfg.max_new_tokens, think=cfg.think))
             bar.update(len(seeds))
     return batches
 
@@ -268,13 +266,22 @@ def success_of(batches: list[Trajectories]) -> torch.Tensor:
     return torch.cat([batch.success for batch in batches]).double().cpu()
 
 
-def interval(x: torch.Tensor) -> str:
-    """"0.412 +- 0.030": mean and the half width of its 95 % interval (normal approximation)."""
-    return f"{x.mean():.3f} +- {1.96 * x.std(correction=0) / math.sqrt(len(x)):.3f}"
+def half_width(x: torch.Tensor) -> float:
+    """Half the width of the 95 % interval of the mean of x (n,), by the normal approximation."""
+    return 1.96 * x.std(correction=0).item() / math.sqrt(len(x))
+
+
+def show(x) -> str:
+    """A success rate, with its 95 % interval where x holds the single episodes; a dash where it is not
+    known."""
+    if torch.is_tensor(x):
+        return f"{x.mean():.3f} +- {half_width(x):.3f}"
+    return "-" if x is None else f"{x:.3f}"
 
 
 def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float | None]:
-    """(success of uniform valid actions over the whole budget, upper bound of any policy) on the evaluation levels."""
+    """Success of uniform valid actions over the whole budget, and of the best policy, on the evaluation
+    levels."""
     env, chance, best = make(cfg, name), [], []
     for seed in range(SPLITS[cfg.eval_split], SPLITS[cfg.eval_split] + cfg.eval_n):
         chance.append(random_success(env, seed))
@@ -283,7 +290,20 @@ def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float
     return tuple(None if None in x else sum(x) / len(x) for x in (chance, best))
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+def evaluate_only(cfg: Config, model, tokenizer) -> dict:
+    """--eval_only: success on held-out levels of each environment in --eval_envs, between random and
+    optimal."""
+    found = {}
+    for name in cfg.eval_envs.split(","):
+        batches = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature, name)
+        valid = [turn["valid"] for batch in batches for info in batch.infos for turn in info["turns"]]
+        (chance, best), found[name] = baselines(cfg, name), success_of(batches).mean().item()
+        print(f"{batches[0].texts[0]}\n{name:18s} success {show(success_of(batches))}  random {show(chance)}  "
+              f"optimal {show(best)}  valid replies {sum(valid) / max(1, len(valid)):.3f}  ({cfg.eval_n} levels)")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- the report
 
 class Clock(dict):
     """Seconds by what they were spent on: `with clock("rollout"): ...`."""
@@ -295,7 +315,7 @@ class Clock(dict):
         self[name] = self.get(name, 0.0) + time.perf_counter() - began
 
     def shift(self, source: str, target: str, seconds: float) -> None:
-        """Book `seconds` of `source` on `target`."""
+        """Book seconds of `source` on `target`."""
         self[source], self[target] = self[source] - seconds, self.get(target, 0.0) + seconds
 
 
@@ -303,149 +323,92 @@ class Run:
     """A run folder: config.json, metrics.jsonl, samples/, checkpoint/, summary.json, curves.png."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.folder, self.began = cfg, Path(cfg.out), time.perf_counter()
+        self.cfg, self.folder, self.began, self.first = cfg, Path(cfg.out), time.perf_counter(), {}
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
-        self.rows, self.first = [], {}
 
     def first_evaluation(self, model, tokenizer) -> list[Trajectories]:
-        """Success before training, at the evaluation temperature and greedy, between random and optimal play."""
-        cfg = self.cfg
-        self.first["success_random"], self.first["success_optimal"] = baselines(cfg)
+        """Success before training, at the evaluation temperature and greedy, between random and optimal
+        play."""
+        cfg, (chance, best) = self.cfg, baselines(self.cfg)
         before = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
-        greedy = success_of(evaluate(cfg, model, tokenizer, cfg.eval_n, 0.0))
-        self.first |= {"success_before": success_of(before).mean().item(), "success_before_greedy": greedy.mean().item()}
-        print(f"start: success {interval(success_of(before))} at temperature {cfg.eval_temperature}, greedy {interval(greedy)}, "
-              f"random {show(self.first['success_random'])}, optimal {show(self.first['success_optimal'])}  "
-              f"({cfg.eval_n} held-out levels)")
+        start, greedy = success_of(before), success_of(evaluate(cfg, model, tokenizer, cfg.eval_n, 0.0))
+        self.first = {"success_random": chance, "success_optimal": best,
+                      "success_before": start.mean().item(), "success_before_greedy": greedy.mean().item()}
+        print(f"start, {cfg.eval_n} held-out levels: success {show(start)}, greedy {show(greedy)}, "
+              f"random {show(chance)}, optimal {show(best)}")
         return before
 
     def log(self, iteration: int, metrics: dict, seconds: float, batch: Trajectories) -> None:
-        """One line of metrics.jsonl and one on the screen; now and then the dialogues of a group as text."""
-        row = {"iter": iteration + 1} | metrics | {"seconds": round(seconds, 3)}
-        row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        """One line of metrics.jsonl and one on the screen; every ten iterations a group's dialogues as
+        text."""
+        row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
+        row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         if iteration == 0 or (iteration + 1) % 10 == 0:
-            text = ("\n" + "=" * 80 + "\n").join(batch.texts[:self.cfg.group_size])
+            text = f"\n{'=' * 80}\n".join(batch.texts[:self.cfg.group_size])
             (self.folder / "samples" / f"{iteration + 1:05d}.txt").write_text(text)
-        columns = [("success", "success"), ("reward", "reward_mean"), ("std", "reward_std_in_group"), ("kept", "groups_kept"),
-                   ("entropy", "entropy"), ("valid", "valid_frac"), ("len", "reply_len"), ("grad", "grad_norm"),
-                   ("loss", "loss"), ("eval", "eval_success")]
-        cells = "  ".join(f"{label} {row[key]:6.3f}" for label, key in columns if row.get(key) is not None)
+        cells = "  ".join(f"{label} {row[key]:6.3f}" for key, label in COLUMNS.items() if key in row)
         tqdm.write(f"{iteration + 1:4d}/{self.cfg.iters}  {cells}  {seconds:5.1f} s")
 
     def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
-        """Checkpoint after `iteration` iterations; a broken model is reported and leaves the last good checkpoint."""
+        """Checkpoint after `iteration` iterations."""
         save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
-                        {"iteration": iteration} | self.first)
+                        {"iteration": iteration, **self.first})
 
-    def restore(self, model, critic, optimizers: dict) -> int:
-        """Take up the saved state (the weights were loaded from the same folder); returns the iteration to go on from."""
-        state = load_trainer(self.folder / "checkpoint", critic, optimizers)
-        iteration = state.pop("iteration")
-        self.first = state
+    def restore(self, critic, optimizers: dict) -> int:
+        """Take up the saved state (main loaded the weights from the same folder) -> the iteration to go on
+        from."""
+        iteration = load_trainer(self.folder / "checkpoint", critic, optimizers)["iteration"]
         log = self.folder / "metrics.jsonl"
-        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        lines = log.read_text().splitlines(keepends=True)
         log.write_text("".join(line for line in lines if json.loads(line)["iter"] <= iteration))
         return iteration
 
     def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:
         """The closing table, two dialogues of one level, summary.json and curves.png."""
         cfg, start, end = self.cfg, success_of(before), success_of(after)
-        gain = end - start                          # level by level: the same levels and luck before and after
-        rows = [("random policy", show(self.first["success_random"])),
-                ("before, greedy", show(self.first["success_before_greedy"])),
-                (f"before, temperature {cfg.eval_temperature}", interval(start)),
-                (f"after, temperature {cfg.eval_temperature}", interval(end)),
-                ("gain", interval(gain)), ("optimal policy", show(self.first["success_optimal"]))]
+        gain = end - start                      # level by level: the same levels and luck before and after
         summary = self.first | {
-            "success_after": end.mean().item(), "gain": gain.mean().item(),
-            "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(len(gain)), "eval_n": cfg.eval_n, "iters": cfg.iters,
-            "seconds": round(time.perf_counter() - self.began, 1), "time": {k: round(v, 1) for k, v in clock.items()}}
+            "success_after": end.mean().item(), "gain": gain.mean().item(), "gain_ci95": half_width(gain),
+            "eval_n": cfg.eval_n, "iters": cfg.iters, "seconds": round(time.perf_counter() - self.began, 1),
+            "time": {name: round(seconds, 1) for name, seconds in clock.items()}}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        level = next((i for i in range(len(gain)) if gain[i] > 0), 0)
+        level = int(gain.argmax())
         for title, batches in (("BEFORE", before), ("AFTER", after)):
-            texts = [text for batch in batches for text in batch.texts]
-            print(f"\n----- {title} (held-out level {level}) -----\n{texts[level]}")
-        print(f"success on {cfg.eval_n} held-out levels of {cfg.env}, 95 % interval")
-        print("\n".join(f"  {name:24s} {value}" for name, value in rows))
+            text = [text for batch in batches for text in batch.texts][level]
+            print(f"\n----- {title} (held-out level {level}) -----\n{text}")
+        table = {"random policy": self.first["success_random"],
+                 "before, greedy": self.first["success_before_greedy"], "before": start, "after": end,
+                 "gain": gain, "optimal policy": self.first["success_optimal"]}
+        print(f"success on {cfg.eval_n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}, "
+              "95 % interval")
+        print("\n".join(f"  {name:16s} {show(value)}" for name, value in table.items()))
         print("time: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
-        draw_curves(self.folder, summary)
+        try:
+            from results.plot import draw_run
+            draw_run(self.folder)
+        except ImportError:
+            print("curves.png: skipped, matplotlib is not installed (pip install matplotlib)")
         print(f"run folder: {self.folder}   (evaluate again: python train.py --eval_only {self.folder})")
         return summary
 
 
-def show(x: float | None) -> str:
-    """A success rate, or a dash where it is not known."""
-    return "-" if x is None else f"{x:.3f}"
-
-
-def draw_curves(folder: Path, summary: dict) -> None:
-    """curves.png from metrics.jsonl, where matplotlib is installed."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print("curves.png: skipped, matplotlib is not installed (pip install matplotlib)")
-        return
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    panels = [("success", "success"), ("reward_std_in_group", "reward std in group"), ("entropy", "entropy (nats a token)"),
-              ("grad_norm_max", "largest gradient norm")]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained")
-    for axis, (key, title) in zip(axes, panels):
-        points = [(row["iter"], row[key]) for row in rows if row.get(key) is not None]
-        axis.plot(*zip(*points), color="tab:blue", linewidth=1, label="training rollouts") if points else None
-        axis.set(title=title, xlabel="iteration")
-    evaluated = [(row["iter"], row["eval_success"]) for row in rows if row.get("eval_success") is not None]
-    evaluated = [(0, summary["success_before"]), *evaluated, (summary["iters"], summary["success_after"])]
-    axes[0].plot(*zip(*evaluated), "o-", color="tab:orange", label="held-out levels")
-    for key, style in (("success_random", ":"), ("success_optimal", "--")):
-        if summary.get(key) is not None:
-            axes[0].axhline(summary[key], color="gray", linestyle=style, label=key.removeprefix("success_"))
-    axes[0].set_ylim(0, 1.05)
-    axes[0].legend(fontsize=8)
-    figure.savefig(folder / "curves.png", dpi=120)
-    pyplot.close(figure)
-
-
-def evaluate_only(cfg: Config, model, tokenizer) -> None:
-    """--eval_only: success on the held-out levels of each environment in --eval_envs, between random and optimal."""
-    for name in (cfg.eval_envs or cfg.env).split(","):
-        batches = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature, name)
-        chance, best = baselines(cfg, name)
-        valid = [turn["valid"] for batch in batches for info in batch.infos for turn in info["turns"]]
-        print(f"{name:20s} success {interval(success_of(batches))}   random {show(chance)}   optimal {show(best)}   "
-              f"valid replies {sum(valid) / max(1, len(valid)):.3f}   ({cfg.eval_n} levels)")
-        if name == cfg.env:
-            print(f"\n{batches[0].texts[0]}")
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
-
-CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # what a resumed run may change
-
+# ----------------------------------------------------------------------------------------- the command line
 
 def parse_overrides(text: str) -> dict:
-    """"low_reward=0.35,arms=A+B" -> {"low_reward": 0.35, "arms": ("A", "B")}; numbers where they read as numbers."""
+    """"low_reward=0.35,rows=7" -> {"low_reward": 0.35, "rows": 7}; what is no Python literal is text."""
     overrides = {}
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
+    for item in text.replace(",", " ").split():
         name, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"--env_args {text}: expected name=value,name=value")
-        overrides[name.strip()] = tuple(value.split("+")) if "+" in value else number(value)
-    return overrides
-
-
-def number(text: str):
-    """int, float or the text itself."""
-    for kind in (int, float):
+            raise ValueError(f"--env_args {text}: must be name=value,name=value")
         try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+            overrides[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[name] = value
+    return overrides
 
 
 class Parser(argparse.ArgumentParser):
@@ -457,128 +420,111 @@ class Parser(argparse.ArgumentParser):
 
 def parse_flags(argv: list[str]) -> dict:
     """The flags that were given, as a dict; a misspelt one ends with the nearest name."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
-        kind = {"int": int, "float": float, "str": str, "bool": None}[field.type.__name__]
+        how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
-        how = dict(action=argparse.BooleanOptionalAction) if kind is None else dict(type=kind, metavar=kind.__name__)
         parser.add_argument(f"--{field.name}", help=text, **how)
     words = []
-    for word in argv:                               # --no_think, --eval-only=DIR: dashes and underscores are alike
+    for word in argv:                           # dashes and underscores are alike: --eval-only, --no_think
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            name = "--" + name[2:].replace("-", "_")
-            name = name.replace("--no_", "--no-", 1)
+            name = ("--" + name[2:].replace("-", "_")).replace("--no_", "--no-", 1)
         words.append(name + equals + value)
     given, unknown = parser.parse_known_args(words)
     if unknown:
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0], names, 1, 0.4)
-        parser.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1, 0.4)
+        parser.error(f"unknown argument {unknown[0]}; {f'did you mean {near[0]}?' if near else 'see --help'}")
     return vars(given)
 
 
 def configure(argv: list[str]) -> Config:
-    """The resolved configuration of a new run, a resumed one, or an evaluation. Raises ValueError with one line."""
+    """The resolved configuration of a new run, a resumed one, or an evaluation. Raises ValueError with one
+    line."""
     given = parse_flags(argv)
-    saved, folder = {}, given.get("resume") or given.get("eval_only")
-    if folder and (Path(folder) / "metrics.jsonl").exists():
-        saved = json.loads((Path(folder) / "config.json").read_text())
-    if given.get("resume"):
+    folder = Path(given.get("resume") or given.get("eval_only") or "")
+    saved = json.loads((folder / "config.json").read_text()) if (folder / "metrics.jsonl").exists() else {}
+    if "resume" in given:
         if not saved:
-            raise ValueError(f"--resume {folder}: not a run folder (no metrics.jsonl in it)")
-        fixed = [name for name in given if name not in CHANGEABLE and given[name] != saved[name]]
-        if fixed:
-            raise ValueError(f"--{fixed[0]} {given[fixed[0]]}: a resumed run keeps {saved[fixed[0]]}; "
-                             f"only {', '.join(sorted(CHANGEABLE))} may differ")
-    cfg = Config(**{**saved, **given})
-    if saved:
-        cfg.out = cfg.out if given.get("eval_only") else folder
-        cfg.model = str(find_checkpoint(Path(folder) / "checkpoint"))
-    elif given.get("eval_only"):
-        cfg.model = folder
-    return validate(resolve(cfg))
+            raise ValueError(f"--resume {folder}: not a run folder (it holds no metrics.jsonl)")
+        for name in given.keys() - CHANGEABLE:
+            if given[name] != saved[name]:
+                raise ValueError(f"--{name} {given[name]}: a resumed run keeps {saved[name]}; only "
+                                 f"{', '.join(sorted(CHANGEABLE - {'resume'}))} may differ")
+        saved["out"] = str(folder)
+    elif "eval_only" in given and not saved:
+        saved["model"] = given["eval_only"]
+    return validate(resolve(Config(**{**saved, **given})))
+
+
+def weights_of(cfg: Config) -> str:
+    """Where a run's weights come from: its model, or the checkpoint of the run that it resumes or
+    evaluates."""
+    folder = cfg.resume or cfg.eval_only
+    return str(find_checkpoint(Path(folder) / "checkpoint")) if folder and folder != cfg.model else cfg.model
 
 
 def resolve(cfg: Config) -> Config:
     """Fill in what depends on the algorithm, the model and the environment."""
-    if cfg.algo not in ALGORITHMS:
-        raise ValueError(f"--algo {cfg.algo}: must be one of {', '.join(ALGORITHMS)}")
     tiny = cfg.model == "tiny"
-    lr = {"sft": 1e-3 if tiny else 1e-5}.get(cfg.algo, 1e-4 if tiny else 1e-6)
-    defaults = ALGORITHMS[cfg.algo] | dict(
-        lr=lr, iters={"bandit": 60}.get(cfg.env, 150), max_new_tokens=80 if tiny else 200,
-        critic_lr=10 * (cfg.lr or lr), eval_envs=cfg.env)
+    lr = cfg.lr or (1e-3 if cfg.algo == "sft" else 1e-4) * (1 if tiny else 0.01)
+    folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
+    free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
+    defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
+        lr=lr, critic_lr=10 * lr, iters=ITERATIONS.get(cfg.env, 150), max_new_tokens=80 if tiny else 200,
+        eval_envs=cfg.env, out=next(path for path in free if not Path(path).exists()))
     for name, value in defaults.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
-    if cfg.out is None:
-        base = Path("runs") / f"{Path(cfg.env.split(':')[0]).stem.replace(',', '+')}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
-        names = (base if i == 1 else base.with_name(f"{base.name}-{i}") for i in range(1, 10_000))
-        cfg.out = str(next(name for name in names if not name.exists()))
     return cfg
 
 
 def validate(cfg: Config) -> Config:
-    """Check every field whose bad value would only show later. Raises ValueError naming flag, value and what is allowed."""
-    at_least_one = ("groups", "group_size", "iters", "epochs", "minibatch_size", "max_new_tokens", "eval_n",
-                    "tokens_per_micro_batch")
-    rules = [(name, getattr(cfg, name) >= 1, "1 or more") for name in at_least_one]
-    rules += [(name, getattr(cfg, name) is None or getattr(cfg, name) >= 1, "1 or more")
-              for name in ("max_turns", "max_actions_per_turn", "max_actions")]
-    rules += [(name, getattr(cfg, name) >= 0, "0 or more") for name in (
-        "seed", "threads", "eval_every", "save_every", "eval_temperature", "kl_coef", "entropy_coef", "format_penalty")]
-    rules += [(name, 0 <= getattr(cfg, name) <= 1, "between 0 and 1")
-              for name in ("gamma", "lam", "gamma_turn", "lam_turn", "careful")]
-    rules += [(name, getattr(cfg, name) > 0, "above 0")
-              for name in ("lr", "critic_lr", "temperature", "clip_ratio_high", "max_grad_norm")]
-    rules += [
-        ("keep", 0 < cfg.keep <= 1, "above 0 and at most 1"),
-        ("estimator", cfg.estimator in ("grpo", "gae", "bilevel"), "grpo, gae or bilevel"),
-        ("noise", cfg.noise in ("independent", "shared"), "independent or shared"),
-        ("eval_split", cfg.eval_split in SPLITS, "test or tune"),
-        ("dtype", cfg.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
-        ("clip_ratio_low", 0 < cfg.clip_ratio_low <= min(1, cfg.clip_ratio_high), "above 0, at most 1 and clip_ratio_high"),
-        ("value_clip", cfg.value_clip is None or cfg.value_clip > 0, "above 0"),
-        ("group_size", cfg.group_size > 1 or cfg.algo == "sft" or (cfg.estimator != "grpo" and cfg.keep == 1),
-         "2 or more with --estimator grpo or --keep below 1: one episode has nothing to be compared with"),
-        ("noise", cfg.group_size <= 4096, "for at most 4096 members a group")]
+    """Check what would only fail later. Raises ValueError naming the flag, its value and what is allowed."""
     for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{field.name} {value}: must be a finite number")
-    for name, fine, allowed in rules:
+        value, allowed = getattr(cfg, field.name), dict(field.metadata)
+        del allowed["help"]
+        if value is None or not allowed:
+            continue
+        fine = (value in allowed["choices"] if "choices" in allowed else math.isfinite(value)
+                and allowed.get("at_least", value) <= value <= allowed.get("at_most", value)
+                and value > allowed.get("above", -math.inf))
         if not fine:
-            raise ValueError(f"--{name} {getattr(cfg, name)}: must be {allowed}")
-    if not cfg.resume and not cfg.eval_only and (Path(cfg.out) / "metrics.jsonl").exists():
-        raise ValueError(f"--out {cfg.out}: already holds a run; name another folder, or go on with --resume {cfg.out}")
-    for name in {*(cfg.env.split(",") if cfg.algo == "sft" else [cfg.env]), *cfg.eval_envs.split(",")}:
-        env = make(cfg, name)
-        env.reset(0, options={"noise_seed": 0})
+            wanted = ", ".join(f"{key.replace('_', ' ')} {limit}" for key, limit in allowed.items())
+            raise ValueError(f"--{field.name} {value}: must be {wanted.replace('choices', 'one of')}")
+    if cfg.clip_ratio_low > cfg.clip_ratio_high:
+        raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most --clip_ratio_high "
+                         f"{cfg.clip_ratio_high}")
+    if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
+        raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an episode "
+                         "alone has nothing to be compared with)")
+    if not (cfg.resume or cfg.eval_only) and (Path(cfg.out) / "metrics.jsonl").exists():
+        raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
+    for name in {*cfg.env.split(","), *cfg.eval_envs.split(",")}:
+        make(cfg, name).reset(0, options={"noise_seed": 0})
     return cfg
 
 
-def main(argv: list[str] | None = None) -> dict | None:
-    """Command line: configure, load, then train, or evaluate. Bad input ends with one line and exit code 2."""
+def main(argv: list[str] | None = None) -> dict:
+    """Command line: configure, load, then train or evaluate. Bad input ends with one line and exit code 2."""
     try:
         cfg = configure(sys.argv[1:] if argv is None else argv)
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
-        model, tokenizer = load_policy(cfg.model, cfg.device, cfg.dtype)
-        critic = Critic(cfg.model, cfg.device, cfg.dtype) if cfg.estimator != "grpo" else None
-        start = cfg.model if not cfg.resume else json.loads((Path(cfg.resume) / "config.json").read_text())["model"]
-        reference = load_policy(start, cfg.device, cfg.dtype)[0] if cfg.kl_coef and cfg.algo != "sft" else None
+        model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype)
+        training = cfg.algo != "sft" and not cfg.eval_only
+        critic = Critic(cfg.model, cfg.device, cfg.dtype) if training and cfg.estimator != "grpo" else None
+        reference = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if training and cfg.kl_coef else None
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{cfg.model}: {parameters / 1e6:.1f} M parameters on {model.device}, {torch.get_num_threads()} threads\n"
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}, "
+          f"{torch.get_num_threads()} threads\n"
           + "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v is not None))
     if cfg.eval_only:
         return evaluate_only(cfg, model, tokenizer)
-    if cfg.algo == "sft":
-        return supervised(cfg, model, tokenizer)
     return train(cfg, model, tokenizer, critic, reference)
 
 
