@@ -325,7 +325,7 @@ def lake_transitions(lake: tuple[str, ...], slip: float = 1 / 3) -> list[list[li
 
 @lru_cache(maxsize=256)
 def lake_values(lake: tuple[str, ...], slip: float, horizon: int) -> tuple[list, list]:
-    """(transition table, values); values[n][state] = (chance to reach the goal within n actions, best action)."""
+    """(transitions, values); values[n][state] = (chance to reach the goal within n actions, best action)."""
     table = lake_transitions(lake, slip)
     values = [[(0.0, 0)] * len(table)]
     for _ in range(horizon):                                 # backward induction

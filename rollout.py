@@ -338,7 +338,7 @@ def rollout(model, tokenizer, envs, seeds, noise_seeds, group_ids, *, temperatur
     episodes = [Episode(env, chat, seed, noise_seed, max_new_tokens, limit, think, format_penalty)
                 for env, seed, noise_seed in zip(envs, seeds, noise_seeds, strict=True)]
     if all(episode.over for episode in episodes):
-        raise ValueError(f"--max_new_tokens {max_new_tokens}: no first prompt leaves room for such a reply in a "
+        raise ValueError(f"--max_new_tokens {max_new_tokens}: no first prompt leaves room for that in a "
                          f"context of {limit} tokens")
     play = play_script(episodes, script) if script else sample_replies(
         model, tokenizer, episodes, group_ids, temperature, sample_seed, progress)

@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 STD_THRESHOLD = 1e-6      # a group's rewards are equal, no signal, if their std <= this * (1 + |mean|)
-ROW_WIDTH = 1024          # positions of a packed row; attention costs its square
+ROW_WIDTH = 3             # packed rows of 3 x hidden size: attention costs half of the matrices
 FORWARD_TOKENS = 16384    # positions the backbone sees at once
 LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
 PREFIX = -1               # the "member" of packed positions that all members of a block share
@@ -208,7 +208,7 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
 # ----------------------------------------------------------------------------- packing and masked log-probs
 Layout = namedtuple("Layout", "ids position block member row column")
 
-def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
+def pack(tokens, loss_mask, group_ids=None, width=1024):
     """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
 
     tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
@@ -266,7 +266,7 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    layout = pack(tokens, loss_mask, group_ids)
+    layout = pack(tokens, loss_mask, group_ids, ROW_WIDTH * config.hidden_size)
     b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
     order = layout.row[b].argsort(stable=True)
     b, t = b[order], t[order]
@@ -394,14 +394,14 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
 
 # --------------------------------------------------------------------------------------------------- update
-def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
+def minibatches(tokens, loss_mask, group_ids, width, epochs, size, tokens_per_micro_batch, token_mean, seed):
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
     Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that pack into no more than
     tokens_per_micro_batch positions, or into one packed row.
     """
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
-    width = min(ROW_WIDTH, tokens_per_micro_batch)
+    width = min(width, tokens_per_micro_batch)
     for _ in range(epochs if len(rows) else 0):
         shuffled = rows[torch.randperm(len(rows), generator=generator)]
         for chosen in shuffled.tensor_split(math.ceil(len(rows) / size)):
@@ -445,18 +445,19 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
            old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=8192,
            clip_ratio_low=0.2, clip_ratio_high=0.28, value_clip=None, kl_coef=0.0, kl_in_loss=False,
            entropy_coef=0.0, token_mean=False, temperature=1.0, vocab_size=None, max_grad_norm=1.0,
-           shuffle_seed=0):
+           shuffle_seed=0, supervised=False):
     """One iteration of StarPO on the kept trajectories: one step a minibatch, of policy and (if any) critic.
 
     batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs,
     old_values, returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO).
-    tokens_per_micro_batch is for memory alone. Returns summary's dict, kl_ref (k3), explained_variance of
-    old_values, ratio_max_dev (more than rounding is a bug). With nothing sampled, one step counts as skipped.
+    tokens_per_micro_batch is for memory alone. supervised: logprobs count as the old ones: w A grad log pi.
+    Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
+    (more than rounding is a bug). With nothing sampled, one step counts as skipped.
     """
-    device = next(policy.parameters()).device
+    device, width = next(policy.parameters()).device, ROW_WIDTH * policy.config.get_text_config().hidden_size
     ids, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
     log, critic_log, deviations = [], [], [0.0]
-    for weights, parts in minibatches(ids, masks, group_ids, epochs, minibatch_size,
+    for weights, parts in minibatches(ids, masks, group_ids, width, epochs, minibatch_size,
                                       tokens_per_micro_batch, token_mean, shuffle_seed):
         count, seen, critic_seen = int(masks[torch.cat(parts)].sum()), defaultdict(float), defaultdict(float)
         for part in parts:
@@ -465,7 +466,9 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
                     ids, masks, weights, batch.logprobs, advantages, ref_logprobs, old_values, returns))
             logprobs, entropy = token_logprobs(policy, tokens, mask, group_ids[part], temperature,
                                                entropy_coef != 0, vocab_size)
+            old = logprobs.detach() if supervised else old
             loss, stats = policy_loss(logprobs, old, advantage, mask, clip_ratio_low, clip_ratio_high, w)
+            stats["nll"] = masked_mean(-logprobs.detach(), mask)
             seen["policy_loss"] += loss.detach() * count               # micro-batches add up to the minibatch
             deviations += [] if log else [float(stats["ratio_max_dev"])]         # before any step
             if entropy_coef:
@@ -479,13 +482,13 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
                 seen[name] += mean * int(masks[part].sum())
             if critic is not None:
                 values = token_values(critic, tokens, mask, group_ids[part])
-                loss, _ = value_loss(values, old_value, target, mask, value_clip, w)
-                loss.backward()
-                critic_seen["value_loss"] += loss.detach() * count
+                error, _ = value_loss(values, old_value, target, mask, value_clip, w)
+                error.backward()
+                critic_seen["value_loss"] += error.detach() * count
         log.append((*step_or_skip(optimizer, max_grad_norm), count, seen))
         if critic is not None:
             critic_log.append((*step_or_skip(critic_optimizer, max_grad_norm), count, critic_seen))
-    metrics = summary(log) | {"ratio_max_dev": min(max(deviations), 1e9)}
+    metrics = summary(log) | {"ratio_max_dev": float(torch.tensor(deviations).nan_to_num(1e9, 1e9).max())}
     metrics["skipped_steps"] += not log
     if critic is not None:
         metrics |= summary(critic_log, "critic_")

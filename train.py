@@ -24,8 +24,10 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +42,9 @@ from starpo import (compute_advantages, episode_rewards, filter_groups, indicato
                     token_values, update)
 
 
-def option(default, help: str, **allowed):
-    """A Config field: its default, a help text with unit and usual range, and what is allowed: at_least,
-    above, at_most (numbers) or choices (a list)."""
-    return dataclasses.field(default=default, metadata={"help": help, **allowed})
+def option(default, help: str, allowed=None):
+    """A Config field: default, help text (unit, usual range), what is allowed: (least, most) or a list."""
+    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclass
@@ -53,55 +54,52 @@ class Config:
     env: str = option("sokoban", "bandit, sokoban, frozenlake, a variant of them, or path/to/file.py:Class")
     env_args: str = option("", "overrides of the environment, as in low_reward=0.35,max_turns=3")
     model: str = option("tiny", "tiny (built in), a local folder, or a hub id")
-    algo: str = option("starpo-s", "starpo (KL, all groups), starpo-s (no KL, top quarter), or sft",
-                       choices=["starpo", "starpo-s", "sft"])
-    estimator: str = option("grpo", "grpo (group baseline), gae (critic) or bilevel (critic, turn by turn)",
-                            choices=["grpo", "gae", "bilevel"])
-    groups: int = option(8, "levels an iteration, P (usual 4..32)", at_least=1)
-    group_size: int = option(16, "episodes a level, N (usual 4..32)", at_least=1, at_most=4096)
-    iters: int = option(None, "iterations", at_least=1)
-    epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", at_least=1)
-    minibatch_size: int = option(32, "trajectories an optimizer step", at_least=1)
-    lr: float = option(None, "policy learning rate (tiny 1e-4; a pretrained 0.5 B model 1e-6)", above=0)
-    critic_lr: float = option(None, "critic learning rate (usual 10 x lr)", above=0)
-    gamma: float = option(1.0, "discount a token", at_least=0, at_most=1)
-    lam: float = option(1.0, "GAE lambda a token", at_least=0, at_most=1)
-    gamma_turn: float = option(0.95, "discount a turn (bilevel)", at_least=0, at_most=1)
-    lam_turn: float = option(1.0, "GAE lambda a turn (bilevel)", at_least=0, at_most=1)
-    keep: float = option(None, "share of groups kept, by in-group reward std (1: all)", above=0, at_most=1)
-    clip_ratio_low: float = option(0.2, "the ratio may fall to 1 - this", above=0, at_most=1)
-    clip_ratio_high: float = option(None, "the ratio may rise to 1 + this (0.28 in StarPO-S)", above=0)
-    value_clip: float = option(None, "clip of value changes; none by default: returns reach 11", above=0)
-    kl_coef: float = option(None, "weight of the KL to the start (in the reward with a critic)", at_least=0)
-    format_penalty: float = option(0.1, "taken from the reward of a turn without a valid action", at_least=0)
+    algo: str = option("starpo-s", "the paper's switches, or supervised", ["starpo", "starpo-s", "sft"])
+    estimator: str = option("grpo", "of advantages; the last two have a critic", ["grpo", "gae", "bilevel"])
+    groups: int = option(8, "levels an iteration, P (usual 4..32)", (1, 10**9))
+    group_size: int = option(16, "episodes a level, N (usual 4..32)", (1, 4096))
+    iters: int = option(None, "iterations", (1, 10**9))
+    epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", (1, 10**9))
+    minibatch_size: int = option(32, "trajectories an optimizer step", (1, 10**9))
+    lr: float = option(None, "policy learning rate (tiny 1e-4; a pretrained 0.5 B model 1e-6)", (1e-9, 1e9))
+    critic_lr: float = option(None, "critic learning rate (usual 10 x lr)", (1e-9, 1e9))
+    gamma: float = option(1.0, "discount a token", (0, 1))
+    lam: float = option(1.0, "GAE lambda a token", (0, 1))
+    gamma_turn: float = option(0.95, "discount a turn (bilevel)", (0, 1))
+    lam_turn: float = option(1.0, "GAE lambda a turn (bilevel)", (0, 1))
+    keep: float = option(None, "share of groups kept, by in-group reward std (1: all)", (1e-9, 1))
+    clip_ratio_low: float = option(0.2, "the ratio may fall to 1 - this", (1e-9, 1))
+    clip_ratio_high: float = option(None, "the ratio may rise to 1 + this (0.28 in StarPO-S)", (1e-9, 1e9))
+    value_clip: float = option(None, "clip of value changes; none by default: returns reach 11", (1e-9, 1e9))
+    kl_coef: float = option(None, "weight of the KL to the start (in the reward with a critic)", (0, 10**9))
+    format_penalty: float = option(0.1, "taken from the reward of a turn without a valid action", (0, 10**9))
     normalize_std: bool = option(True, "divide GRPO advantages by the group's standard deviation")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus (0.001 in the paper)", at_least=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus (paper: 0.001)", (0, 10**9))
     token_mean: bool = option(False, "average the loss over tokens instead of over trajectories")
-    warmup: int = option(10, "iterations over which the learning rates rise to their values", at_least=0)
-    max_grad_norm: float = option(1.0, "gradients are clipped to this L2 norm", above=0)
-    temperature: float = option(1.0, "sampling temperature of training", above=0)
-    eval_temperature: float = option(0.5, "sampling temperature of evaluation (0: greedy)", at_least=0)
-    max_new_tokens: int = option(None, "longest reply, tokens (tiny 80, else 200)", at_least=1)
-    max_turns: int = option(None, "turns an episode (the environment's own: 5)", at_least=1)
-    max_actions_per_turn: int = option(None, "actions a turn (the environment's own: 5)", at_least=1)
-    max_actions: int = option(None, "actions an episode (the environment's own: 10)", at_least=1)
+    warmup: int = option(10, "iterations over which the learning rates rise to their values", (0, 10**9))
+    max_grad_norm: float = option(1.0, "gradients are clipped to this L2 norm", (1e-9, 1e9))
+    temperature: float = option(1.0, "sampling temperature of training", (1e-9, 1e9))
+    eval_temperature: float = option(0.5, "sampling temperature of evaluation (0: greedy)", (0, 10**9))
+    max_new_tokens: int = option(None, "longest reply, tokens (tiny 80, else 200)", (1, 10**9))
+    max_turns: int = option(None, "turns an episode (the environment's own: 5)", (1, 10**9))
+    max_actions_per_turn: int = option(None, "actions a turn (the environment's own: 5)", (1, 10**9))
+    max_actions: int = option(None, "actions an episode (the environment's own: 10)", (1, 10**9))
     think: bool = option(True, "thoughts before answers")
-    noise: str = option("independent", "luck of a group's members", choices=["independent", "shared"])
-    careful: float = option(1.0, "sft: share of dialogues that the solver plays; the others play at random",
-                            at_least=0, at_most=1)
-    seed: int = option(0, "all seeds are counted from this one", at_least=0)
+    noise: str = option("independent", "luck of a group's members", ["independent", "shared"])
+    careful: float = option(1.0, "sft: share of dialogues that the solver plays", (0, 1))
+    seed: int = option(0, "all seeds are counted from this one", (0, 10**9))
     out: str = option(None, "run folder (runs/ENV-ALGO-ESTIMATOR-SEED)")
     resume: str = option(None, "run folder to go on with")
     eval_only: str = option(None, "run folder, model folder or tiny: evaluate it and stop")
     eval_envs: str = option(None, "environments to evaluate on, as in sokoban,sokoban-large")
-    eval_n: int = option(1024, "held-out levels, before and after (1024: +-3 points)", at_least=1)
-    eval_split: str = option("test", "tune: other levels, to choose settings by", choices=["test", "tune"])
-    eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", at_least=0)
-    save_every: int = option(50, "iterations between checkpoints (0: only at the end)", at_least=0)
-    tokens_per_micro_batch: int = option(8192, "tokens a pass, bounds memory", at_least=1)
+    eval_n: int = option(1024, "held-out levels, before and after (1024: +-3 points)", (1, 10**9))
+    eval_split: str = option("test", "tune: other levels, to choose settings by", ["test", "tune"])
+    eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", (0, 10**9))
+    save_every: int = option(50, "iterations between checkpoints (0: only at the end)", (0, 10**9))
+    tokens_per_micro_batch: int = option(8192, "tokens a pass, bounds memory", (1, 10**9))
     device: str = option("auto", "auto (cuda, mps, cpu) or a torch device")
-    dtype: str = option("auto", "of the forward pass", choices=["auto", "float32", "bfloat16"])
-    threads: int = option(0, "CPU threads (0: torch's choice)", at_least=0)
+    dtype: str = option("auto", "of the forward pass", ["auto", "float32", "bfloat16"])
+    threads: int = option(0, "CPU threads (0: torch's choice)", (0, 10**9))
 
 
 ALGORITHMS = {
@@ -113,9 +111,9 @@ ITERATIONS = {"bandit": 60}                     # else 150
 TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
 SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
 CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
-COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "groups_kept": "kept",
-           "entropy": "entropy", "valid_frac": "valid", "reply_len": "len", "grad_norm": "grad", "nll": "nll",
-           "eval_success": "eval"}              # on the screen; metrics.jsonl has all
+# on the screen:
+COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "entropy": "entropy",
+           "valid_frac": "valid", "reply_len": "len", "grad_norm": "grad", "eval_success": "eval"}
 
 
 # -------------------------------------------------------------------------------------------- the algorithm
@@ -139,7 +137,7 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
 
         with clock("rollout"):
             batch = (demonstrations if sft else play_groups)(cfg, model, tokenizer, iteration)
-        clock.shift("rollout", "environment", sum(info["env_seconds"] for info in batch.infos))
+        clock["environment"] += sum(info["env_seconds"] for info in batch.infos)     # a part of the rollout's
 
         with clock("update"):
             returns = episode_rewards(batch.rewards, batch.penalties)                        # (B,)
@@ -147,8 +145,11 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
             metrics = {**indicators(batch, returns), "groups_kept": len(batch.group_ids[keep].unique())}
             kept, metrics["optimizer_steps"] = batch.select(keep), 0
             if len(kept):
-                ref_logprobs = score(cfg, reference, tokenizer, kept) if reference else None     # (B, T)
-                values = score_values(critic, kept) if critic else None                          # (B, T)
+                with torch.no_grad():                                                        # both (B, T)
+                    ref_logprobs = reference and token_logprobs(
+                        reference, kept.tokens, kept.loss_mask, kept.group_ids, cfg.temperature,
+                        vocab_size=len(tokenizer))[0]
+                    values = critic and token_values(critic, kept.tokens, kept.loss_mask, kept.group_ids)
                 advantages, targets = (kept.loss_mask.float(), None) if sft else compute_advantages(
                     cfg.estimator, kept, values, ref_logprobs, kl_coef=cfg.kl_coef, gamma=cfg.gamma,
                     lam=cfg.lam, gamma_turn=cfg.gamma_turn, lam_turn=cfg.lam_turn,
@@ -179,8 +180,8 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
 
 def play_groups(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
     """One iteration's rollouts: `groups` levels, each played `group_size` times with luck of its own."""
-    rows = [(group, level, member) for group, level in enumerate(level_seeds(cfg, iteration))
-            for member in range(cfg.group_size)]
+    first = train_seed(cfg, iteration * cfg.groups)
+    rows = [(group, first + group, member) for group in range(cfg.groups) for member in range(cfg.group_size)]
     noise_seeds = [noise_seed(level, member * (cfg.noise == "independent")) for _, level, member in rows]
     with tqdm(total=len(rows), desc=f"rollout {iteration + 1}", leave=False, disable=None) as bar:
         return rollout(
@@ -196,7 +197,7 @@ def demonstrations(cfg: Config, _, tokenizer, iteration: int) -> Trajectories:
     hunch and act at random. --env a,b,b draws from several environments; rows are grouped by environment,
     whose prompts begin alike."""
     names, count = cfg.env.split(","), cfg.groups * cfg.group_size
-    seeds = [TRAIN_SEEDS * (1 + cfg.seed) + iteration * count + i for i in range(count)]
+    seeds = [train_seed(cfg, iteration * count + i) for i in range(count)]
     rows = sorted(((names[seed % len(names)], seed) for seed in seeds))
     dice = [random.Random(seed) for _, seed in rows]
     careful = [rng.random() < cfg.careful for rng in dice]
@@ -206,25 +207,11 @@ def demonstrations(cfg: Config, _, tokenizer, iteration: int) -> Trajectories:
                    script=lambda env, row: env.demonstrate(dice[row], careful[row], cfg.think))
 
 
-@torch.no_grad()
-def score(cfg: Config, model, tokenizer, batch: Trajectories) -> torch.Tensor:
-    """Log-probabilities (B, T) of a batch's sampled tokens under another model."""
-    return token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, cfg.temperature,
-                          vocab_size=len(tokenizer))[0]
-
-
-@torch.no_grad()
-def score_values(critic, batch: Trajectories) -> torch.Tensor:
-    """The critic's values (B, T) before the update."""
-    return token_values(critic, batch.tokens, batch.loss_mask, batch.group_ids)
-
-
 # ----------------------------------------------------------------------------------------- levels and seeds
 
-def level_seeds(cfg: Config, iteration: int) -> list[int]:
-    """The seeds of an iteration's levels: counted up, so that none comes twice."""
-    first = TRAIN_SEEDS * (1 + cfg.seed) + iteration * cfg.groups
-    return list(range(first, first + cfg.groups))
+def train_seed(cfg: Config, number: int) -> int:
+    """The seed of a run's training level `number`: counted up, so that none comes twice."""
+    return TRAIN_SEEDS * (1 + cfg.seed) + number
 
 
 def noise_seed(level: int, member: int) -> int:
@@ -266,17 +253,9 @@ def success_of(batches: list[Trajectories]) -> torch.Tensor:
     return torch.cat([batch.success for batch in batches]).double().cpu()
 
 
-def half_width(x: torch.Tensor) -> float:
-    """Half the width of the 95 % interval of the mean of x (n,), by the normal approximation."""
-    return 1.96 * x.std(correction=0).item() / math.sqrt(len(x))
-
-
-def show(x) -> str:
-    """A success rate, with its 95 % interval where x holds the single episodes; a dash where it is not
-    known."""
-    if torch.is_tensor(x):
-        return f"{x.mean():.3f} +- {half_width(x):.3f}"
-    return "-" if x is None else f"{x:.3f}"
+def show(rate: float | None, n: int) -> str:
+    """A success rate over n levels with its 95 % interval (normal approximation); a dash if unknown."""
+    return "-" if rate is None else f"{rate:.3f} +- {1.96 * math.sqrt(rate * (1 - rate) / n):.3f}"
 
 
 def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float | None]:
@@ -293,30 +272,25 @@ def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float
 def evaluate_only(cfg: Config, model, tokenizer) -> dict:
     """--eval_only: success on held-out levels of each environment in --eval_envs, between random and
     optimal."""
-    found = {}
+    found, n = {}, cfg.eval_n
     for name in cfg.eval_envs.split(","):
-        batches = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature, name)
-        valid = [turn["valid"] for batch in batches for info in batch.infos for turn in info["turns"]]
+        batches = evaluate(cfg, model, tokenizer, n, cfg.eval_temperature, name)
         (chance, best), found[name] = baselines(cfg, name), success_of(batches).mean().item()
-        print(f"{batches[0].texts[0]}\n{name:18s} success {show(success_of(batches))}  random {show(chance)}  "
-              f"optimal {show(best)}  valid replies {sum(valid) / max(1, len(valid)):.3f}  ({cfg.eval_n} levels)")
+        print(f"{batches[0].texts[0]}\n{name}: success {show(found[name], n)}, random {show(chance, n)}, "
+              f"optimal {show(best, n)}  ({n} levels, temperature {cfg.eval_temperature})")
     return found
 
 
 # ----------------------------------------------------------------------------------------------- the report
 
-class Clock(dict):
+class Clock(Counter):
     """Seconds by what they were spent on: `with clock("rollout"): ...`."""
 
     @contextmanager
     def __call__(self, name: str):
-        began = time.perf_counter()
+        self[name] -= time.perf_counter()
         yield
-        self[name] = self.get(name, 0.0) + time.perf_counter() - began
-
-    def shift(self, source: str, target: str, seconds: float) -> None:
-        """Book seconds of `source` on `target`."""
-        self[source], self[target] = self[source] - seconds, self.get(target, 0.0) + seconds
+        self[name] += time.perf_counter()
 
 
 class Run:
@@ -331,12 +305,11 @@ class Run:
         """Success before training, at the evaluation temperature and greedy, between random and optimal
         play."""
         cfg, (chance, best) = self.cfg, baselines(self.cfg)
-        before = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
-        start, greedy = success_of(before), success_of(evaluate(cfg, model, tokenizer, cfg.eval_n, 0.0))
-        self.first = {"success_random": chance, "success_optimal": best,
-                      "success_before": start.mean().item(), "success_before_greedy": greedy.mean().item()}
-        print(f"start, {cfg.eval_n} held-out levels: success {show(start)}, greedy {show(greedy)}, "
-              f"random {show(chance)}, optimal {show(best)}")
+        before, greedy = (evaluate(cfg, model, tokenizer, cfg.eval_n, t) for t in (cfg.eval_temperature, 0.0))
+        self.first = {"success_random": chance, "success_before_greedy": success_of(greedy).mean().item(),
+                      "success_before": success_of(before).mean().item(), "success_optimal": best}
+        print(f"before training, {cfg.eval_n} held-out levels: "
+              + ", ".join(f"{key[8:]} {show(rate, cfg.eval_n)}" for key, rate in self.first.items()))
         return before
 
     def log(self, iteration: int, metrics: dict, seconds: float, batch: Trajectories) -> None:
@@ -368,29 +341,24 @@ class Run:
 
     def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:
         """The closing table, two dialogues of one level, summary.json and curves.png."""
-        cfg, start, end = self.cfg, success_of(before), success_of(after)
-        gain = end - start                      # level by level: the same levels and luck before and after
-        summary = self.first | {
-            "success_after": end.mean().item(), "gain": gain.mean().item(), "gain_ci95": half_width(gain),
-            "eval_n": cfg.eval_n, "iters": cfg.iters, "seconds": round(time.perf_counter() - self.began, 1),
-            "time": {name: round(seconds, 1) for name, seconds in clock.items()}}
+        cfg, n, end = self.cfg, self.cfg.eval_n, success_of(after)
+        gain = end - success_of(before)         # level by level: the same levels and luck before and after
+        summary = {**self.first, "success_after": end.mean().item(), "gain": gain.mean().item(),
+                   "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(n), "eval_n": n,
+                   "iters": cfg.iters, "seconds": round(time.perf_counter() - self.began, 1),
+                   "time": {name: round(seconds, 1) for name, seconds in clock.items()}}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
         level = int(gain.argmax())
         for title, batches in (("BEFORE", before), ("AFTER", after)):
             text = [text for batch in batches for text in batch.texts][level]
             print(f"\n----- {title} (held-out level {level}) -----\n{text}")
-        table = {"random policy": self.first["success_random"],
-                 "before, greedy": self.first["success_before_greedy"], "before": start, "after": end,
-                 "gain": gain, "optimal policy": self.first["success_optimal"]}
-        print(f"success on {cfg.eval_n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}, "
-              "95 % interval")
-        print("\n".join(f"  {name:16s} {show(value)}" for name, value in table.items()))
-        print("time: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
-        try:
-            from results.plot import draw_run
-            draw_run(self.folder)
-        except ImportError:
-            print("curves.png: skipped, matplotlib is not installed (pip install matplotlib)")
+        print(f"success on {n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}")
+        for key in ("random", "before_greedy", "before", "after", "optimal"):
+            print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
+        print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\ntime: "
+              + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
+        from results.plot import draw_run       # here: it is not needed for training
+        draw_run(self.folder)
         print(f"run folder: {self.folder}   (evaluate again: python train.py --eval_only {self.folder})")
         return summary
 
@@ -398,17 +366,14 @@ class Run:
 # ----------------------------------------------------------------------------------------- the command line
 
 def parse_overrides(text: str) -> dict:
-    """"low_reward=0.35,rows=7" -> {"low_reward": 0.35, "rows": 7}; what is no Python literal is text."""
-    overrides = {}
-    for item in text.replace(",", " ").split():
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"--env_args {text}: must be name=value,name=value")
-        try:
-            overrides[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            overrides[name] = value
-    return overrides
+    """"low_reward=0.35,arms=('A','B')" -> {"low_reward": 0.35, "arms": ("A", "B")}: literals only."""
+    try:
+        call = ast.parse(f"dict({text})", mode="eval").body
+        assert not call.args and all(word.arg for word in call.keywords)
+        return {word.arg: getattr(word.value, "id", None) or ast.literal_eval(word.value)
+                for word in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(f"--env_args {text}: must be name=value,name=value") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -426,13 +391,8 @@ def parse_flags(argv: list[str]) -> dict:
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
         parser.add_argument(f"--{field.name}", help=text, **how)
-    words = []
-    for word in argv:                           # dashes and underscores are alike: --eval-only, --no_think
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = ("--" + name[2:].replace("-", "_")).replace("--no_", "--no-", 1)
-        words.append(name + equals + value)
-    given, unknown = parser.parse_known_args(words)
+    alike = lambda flag: ("--" + flag[0][2:].replace("-", "_")).replace("--no_", "--no-", 1)    # --eval-only
+    given, unknown = parser.parse_known_args([re.sub("^--[^=]*", alike, word) for word in argv])
     if unknown:
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1, 0.4)
@@ -441,8 +401,7 @@ def parse_flags(argv: list[str]) -> dict:
 
 
 def configure(argv: list[str]) -> Config:
-    """The resolved configuration of a new run, a resumed one, or an evaluation. Raises ValueError with one
-    line."""
+    """The configuration of a new run, a resumed one, or an evaluation. Raises ValueError with one line."""
     given = parse_flags(argv)
     folder = Path(given.get("resume") or given.get("eval_only") or "")
     saved = json.loads((folder / "config.json").read_text()) if (folder / "metrics.jsonl").exists() else {}
@@ -484,22 +443,18 @@ def resolve(cfg: Config) -> Config:
 def validate(cfg: Config) -> Config:
     """Check what would only fail later. Raises ValueError naming the flag, its value and what is allowed."""
     for field in dataclasses.fields(cfg):
-        value, allowed = getattr(cfg, field.name), dict(field.metadata)
-        del allowed["help"]
-        if value is None or not allowed:
+        value, allowed = getattr(cfg, field.name), field.metadata["allowed"]
+        if value is None or allowed is None:
             continue
-        fine = (value in allowed["choices"] if "choices" in allowed else math.isfinite(value)
-                and allowed.get("at_least", value) <= value <= allowed.get("at_most", value)
-                and value > allowed.get("above", -math.inf))
-        if not fine:
-            wanted = ", ".join(f"{key.replace('_', ' ')} {limit}" for key, limit in allowed.items())
-            raise ValueError(f"--{field.name} {value}: must be {wanted.replace('choices', 'one of')}")
+        if isinstance(allowed, list) and value not in allowed:
+            raise ValueError(f"--{field.name} {value}: must be one of {', '.join(allowed)}")
+        if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
+            raise ValueError(f"--{field.name} {value}: must be from {allowed[0]:g} to {allowed[1]:g}")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
-        raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most --clip_ratio_high "
-                         f"{cfg.clip_ratio_high}")
+        raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}, the upper")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
-        raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an episode "
-                         "alone has nothing to be compared with)")
+        raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an "
+                         "episode alone has nothing to be compared with)")
     if not (cfg.resume or cfg.eval_only) and (Path(cfg.out) / "metrics.jsonl").exists():
         raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
     for name in {*cfg.env.split(","), *cfg.eval_envs.split(",")}:

@@ -3,17 +3,19 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-
 PANELS = {"success": "success", "reward_std_in_group": "reward std in group", "entropy": "entropy (nats a token)",
           "grad_norm_max": "largest gradient norm"}
 
 
-def draw_run(folder: Path) -> Path:
-    """Success, in-group reward std, entropy and gradient norm over the iterations of one run folder."""
+def draw_run(folder: Path) -> None:
+    """curves.png in a run folder: success, in-group reward std, entropy, gradient norm. Without matplotlib, one line."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print("curves.png: skipped, matplotlib is not installed (pip install matplotlib)")
+        return
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
@@ -32,12 +34,10 @@ def draw_run(folder: Path) -> Path:
     axes[0].legend(fontsize=8)
     for axis in axes[1:]:
         axis.set_ylim(bottom=0)
-    path = folder / "curves.png"
-    figure.savefig(path, dpi=120)
+    figure.savefig(folder / "curves.png", dpi=120)
     pyplot.close(figure)
-    return path
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(draw_run(Path(name)))
+        draw_run(Path(name))
