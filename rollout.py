@@ -165,7 +165,7 @@ class KVCache(Cache):
             self.capacity = max(needed, self.capacity * 3 // 2)
             for stores in (self.keys, self.values):
                 for layer, store in enumerate(stores):
-                    stores[layer] = store.new_empty(*store.shape[:2], self.capacity, store.shape[3])
+                    stores[layer] = store.new_zeros(*store.shape[:2], self.capacity, store.shape[3])
                     stores[layer][:, :, :store.shape[2]] = store
         self.first, self.last, self.slots, self.seen = first, last, slots, seen
         self.index = torch.arange(first, last, device=slots.device)[:, None].expand_as(slots)
@@ -176,7 +176,7 @@ class KVCache(Cache):
         D)."""
         for stores, new in ((self.keys, key_states), (self.values, value_states)):
             if layer_idx == len(stores):
-                stores.append(new.new_empty(self.rows, new.shape[1], self.capacity, new.shape[3]))
+                stores.append(new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[3]))
             stores[layer_idx][self.index, :, self.slots] = new.transpose(1, 2)
         return tuple(stores[layer_idx][self.first:self.last, :, :self.seen]
                      for stores in (self.keys, self.values))

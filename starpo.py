@@ -398,8 +398,7 @@ def minibatches(tokens, loss_mask, group_ids, width, epochs, size, tokens_per_mi
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
     Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that pack into no more than
-    tokens_per_micro_batch positions, or into one packed row.
-    """
+    tokens_per_micro_batch positions, or into one packed row."""
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
     width = min(width, tokens_per_micro_batch)
     for _ in range(epochs if len(rows) else 0):
@@ -413,7 +412,7 @@ def minibatches(tokens, loss_mask, group_ids, width, epochs, size, tokens_per_mi
 def step_or_skip(optimizer, max_grad_norm=1.0):
     """Clip the gradient and step. If its norm is not finite, weights and optimiser state stay as they are.
 
-    Gradients are dropped either way. Returns the norm before clipping (a scalar), and whether it stepped."""
+    Gradients are dropped either way. Returns the norm before clipping and whether it stepped."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     stepped = bool(grad_norm.isfinite())                              # the host synchronisation of a step
@@ -452,8 +451,7 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
     old_values, returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO).
     tokens_per_micro_batch is for memory alone. supervised: logprobs count as the old ones: w A grad log pi.
     Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
-    (more than rounding is a bug). With nothing sampled, one step counts as skipped.
-    """
+    (more than rounding is a bug). With nothing sampled, one step counts as skipped."""
     device, width = next(policy.parameters()).device, ROW_WIDTH * policy.config.get_text_config().hidden_size
     ids, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
     log, critic_log, deviations = [], [], [0.0]

@@ -451,7 +451,7 @@ def validate(cfg: Config) -> Config:
         if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
             raise ValueError(f"--{field.name} {value}: must be from {allowed[0]:g} to {allowed[1]:g}")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
-        raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}, the upper")
+        raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
         raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an "
                          "episode alone has nothing to be compared with)")

@@ -527,7 +527,7 @@ def test_attention_mask_in_plain_numbers():
 
 @pytest.mark.parametrize("make", [micro_llama, micro_gpt2])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_packed_scores_equal_one_by_one(make, temperature):
+def test_packed_scores_equal_one_by_one(make, temperature, monkeypatch):
     """With the hint right, wrong, reversed and absent; in one wide row, and in many narrow ones."""
     model = make()
     batch = dialogues(1)
@@ -537,15 +537,12 @@ def test_packed_scores_equal_one_by_one(make, temperature):
         model.train()  # dropout on: must not matter
     right = batch.group_ids
     hints = (right, None, torch.zeros(12), torch.arange(12) % 5, -right, right.tolist())
-    try:
-        for group_ids, width in itertools.product(hints, (1024, 30)):
-            starpo.pack.__defaults__ = (None, width)
-            got, h = token_logprobs(model, batch.tokens, batch.loss_mask, group_ids, temperature, True)
-            close(got, want)
-            close(h, entropy)
-            assert got.requires_grad and (torch.stack([got, h])[:, ~batch.loss_mask] == 0).all()
-    finally:
-        starpo.pack.__defaults__ = (None, starpo.ROW_WIDTH)
+    for group_ids, width in itertools.product(hints, (32, 1)):  # in multiples of the hidden size
+        monkeypatch.setattr(starpo, "ROW_WIDTH", width)
+        got, h = token_logprobs(model, batch.tokens, batch.loss_mask, group_ids, temperature, True)
+        close(got, want)
+        close(h, entropy)
+        assert got.requires_grad and (torch.stack([got, h])[:, ~batch.loss_mask] == 0).all()
 
 
 def test_members_that_part_right_after_the_prefix():
@@ -560,12 +557,13 @@ def test_members_that_part_right_after_the_prefix():
         close(got, slow_logprobs(model, tokens[rows], mask[rows])[0])
 
 
-def test_one_member_does_not_see_another():
+def test_one_member_does_not_see_another(monkeypatch):
     """Other rows of a packed row, and ids past the last sampled one, may change without a trace."""
     model = micro_llama()
     batch = dialogues(3, groups=2)
+    monkeypatch.setattr(starpo, "ROW_WIDTH", 32)
     before, _ = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids)
-    assert len(pack(batch.tokens, batch.loss_mask, batch.group_ids).ids) == 1
+    assert len(pack(batch.tokens, batch.loss_mask, batch.group_ids, 32 * 32).ids) == 1  # one row
     for b in range(8):
         changed = batch.tokens.clone()
         first = int(batch.loss_mask[b].nonzero().min())
@@ -647,11 +645,11 @@ def test_models_with_sliding_windows_and_scaled_logits():
 
 
 def test_autocast_scores_in_float32():
-    """bfloat16 matrices, float32 softmax: near the float32 scores, and with a gradient for float32 weights."""
+    """bfloat16 matrices, float32 softmax: near the float32 scores, with a gradient for float32 weights."""
     model, batch = micro_llama(), dialogues(0)
     want, _ = slow_logprobs(model, batch.tokens, batch.loss_mask)
     with torch.autocast("cpu", torch.bfloat16):
-        got, entropy = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, with_entropy=True)
+        got, entropy = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, 1.0, True)
         got.sum().backward()
     assert got.dtype == entropy.dtype == torch.float32 and 0 < (got - want).abs().max() < 0.1
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
@@ -775,10 +773,10 @@ def test_update_is_the_equations():
             surrogate = min(ratio * a, ratio.clamp(0.9, 1.3) * a)
             entropy = -(log_p[t - 1].exp() * log_p[t - 1]).sum()
             loss = loss + w * (-surrogate + 0.5 * (logp - ref[b, t]) ** 2 / 2 - 0.1 * entropy)
-            policy -= w * float(surrogate)
+            policy -= w * float(surrogate.detach())
             sums["clip_frac"] += int(surrogate < ratio * a)
-            sums["kl_old"] += float(old[b, t] - logp)
-            sums["kl_ref"] += float((ref[b, t] - logp).exp() - 1 - (ref[b, t] - logp))
+            sums["kl_old"] += float((old[b, t] - logp).detach())
+            sums["kl_ref"] += float(((ref[b, t] - logp).exp() - 1 - (ref[b, t] - logp)).detach())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), INF)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -789,6 +787,21 @@ def test_update_is_the_equations():
     assert metrics["grad_norm_max"] == pytest.approx(float(norm), rel=1e-4)
     assert metrics["policy_loss"] == pytest.approx(policy, abs=1e-5) and sums["clip_frac"] > 0
     assert metrics["tokens_trained"] == n and metrics["ratio_max_dev"] > 0.3
+
+
+def test_supervised_update_is_the_weighted_likelihood():
+    """The same path as the policy gradient: nobody sampled these ids, so old log-probs do not count."""
+    batch, _ = scored(4)
+    batch.logprobs = torch.zeros_like(batch.logprobs)
+    got, metrics = trained(batch, torch.ones(batch.tokens.shape), supervised=True, max_grad_norm=None)
+    model = micro_llama()
+    logprobs, _ = token_logprobs(model, batch.tokens, batch.loss_mask)
+    loss = -(loss_weights(batch.loss_mask) * logprobs).sum()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    parameters_close(got, model)
+    assert metrics["nll"] == pytest.approx(-masked_mean(logprobs, batch.loss_mask).item(), abs=1e-5)
+    assert metrics["clip_frac"] == metrics["ratio_max_dev"] == 0
 
 
 def test_kl_in_loss_pulls_towards_the_reference_and_entropy_flattens():
@@ -813,7 +826,8 @@ def test_minibatches_are_shuffled_and_nearly_equal():
     masks[4] = False
 
     def split(size, seed, epochs=1):
-        plan = list(starpo.minibatches(batch.tokens, masks, batch.group_ids, epochs, size, 64, False, seed))
+        rows = (batch.tokens, masks, batch.group_ids)
+        plan = list(starpo.minibatches(*rows, 96, epochs, size, 64, False, seed))
         for weights, parts in plan:
             assert abs(float(weights.sum()) - 1) < 1e-6
             assert sorted(torch.cat(parts).tolist()) == weights.sum(1).nonzero()[:, 0].tolist()

@@ -1,0 +1,216 @@
+"""What tests/test_rollout.py, test_model.py and test_train.py share: micro models, tokenizers, a model whose every id
+is dictated, a small game, and an independent loop that scores a row one id at a time."""
+import random
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import AddedToken
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import envs  # noqa: E402
+from model import ChatFormat, tiny_tokenizer  # noqa: E402
+
+torch.set_num_threads(1)
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+# --------------------------------------------------------------------------------------------------- tokenizers
+
+@lru_cache
+def corpus() -> tuple:
+    texts, dice = [], random.Random(0)
+    for seed in range(12):
+        for name in ("bandit", "sokoban", "frozenlake"):
+            env = envs.make_env(name)
+            obs, _ = env.reset(seed)
+            texts += ["user\nassistant\nsystem\n" + envs.first_prompt(env, obs), env.demonstrate(dice, True)] * 2
+    return tuple(texts)
+
+
+def micro_tokenizer(template=None, specials=(), eos=None, pad=True, vocab_size=480):
+    """The tiny model's kind of tokenizer, learned from a few prompts; with a template, special tokens and an end token
+    of one's own."""
+    tokenizer = tiny_tokenizer(corpus(), vocab_size)
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in specials], special_tokens=True)
+    if template is not None:
+        tokenizer.chat_template = template
+    if eos is not None:
+        tokenizer.eos_token = eos
+    if not pad:
+        tokenizer.pad_token = None
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tok():
+    return micro_tokenizer()
+
+
+# ------------------------------------------------------------------------------------------------------- models
+
+def talkative(model, tokenizer, seed=0, ends=2.5, extra=0):
+    """Give a random model a head with a bias, so that its replies end now and then in each of the ways there are;
+    `extra` logits more than the tokenizer has ids."""
+    vocab, generator = len(tokenizer) + extra, torch.Generator().manual_seed(seed)
+    width = model.config.get_text_config().hidden_size
+    head = nn.Linear(width, vocab)
+    head.weight.data = torch.randn(vocab, width, generator=generator) * width ** -0.5
+    head.bias.data = torch.randn(vocab, generator=generator) * 0.3
+    for text, more in ((tokenizer.eos_token, ends - 1), ("</think>", ends), ("<answer>", ends), ("</answer>", ends + 1),
+                       (" Up", ends), ("Down", ends), (" ||", ends), ("<|endoftext|>", ends - 1)):
+        head.bias.data[tokenizer(text, add_special_tokens=False)["input_ids"][0]] += more
+    head.bias.data[len(tokenizer):] += 3.0
+    model.set_output_embeddings(head)
+    return model.eval()
+
+
+def micro_llama(tokenizer, seed=0, extra=0, **changes):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                      num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2)
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=len(tokenizer) + extra, tie_word_embeddings=False, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **{**config, **changes}))
+        return talkative(model, tokenizer, seed, extra=extra)
+
+
+def micro_gpt2(tokenizer, seed=0):
+    """A table of absolute positions, and much dropout in the config."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=1400, resid_pdrop=0.4, embd_pdrop=0.4,
+            attn_pdrop=0.4, initializer_range=0.2, tie_word_embeddings=False, bos_token_id=2, eos_token_id=2))
+        return talkative(model, tokenizer, seed)
+
+
+class Backbone(nn.Module):
+    """Sees what an attention layer would see: it stores ids and positions as keys in the cache it is given, takes from
+    the mask which slots each query may look at, and says the id that `say` names for that context."""
+
+    def __init__(self, say, vocab):
+        super().__init__()
+        self.say, self.vocab, self.fed = say, vocab, []
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, position_ids, attention_mask, cache, use_cache=True):
+        stored = torch.stack([input_ids, position_ids], -1)[:, None].float()               # (n, 1, m, 2)
+        keys, _ = cache.update(stored, stored, 0)
+        hidden = torch.zeros(*input_ids.shape, self.vocab)
+        for row in range(len(input_ids)):
+            for query in range(input_ids.shape[1]):
+                visible = attention_mask[row, 0, query] == 0
+                context, positions = keys[row, 0, visible].long().unbind(-1)
+                self.fed.append((tuple(context.tolist()), tuple(positions.tolist()), int(position_ids[row, query])))
+        for row in range(len(input_ids)):
+            for query in range(input_ids.shape[1]):
+                context = self.fed[row * input_ids.shape[1] + query - hidden[..., 0].numel()][0]
+                hidden[row, query, self.say(list(context))] = 60.0
+        return SimpleNamespace(last_hidden_state=hidden)
+
+
+class Oracle(nn.Module):
+    """A causal language model that says, after each context, the id that say(context) names; nothing else is likely."""
+
+    def __init__(self, say, tokenizer, max_context=100_000, ends=None):
+        super().__init__()
+        self.base_model = Backbone(say, len(tokenizer))
+        self.config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=len(tokenizer),
+                                  max_position_embeddings=max_context)
+        self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id if ends is None else ends)
+        self.head = nn.Identity()
+        self.device = torch.device("cpu")
+
+    def get_output_embeddings(self):
+        return self.head
+
+    @property
+    def fed(self):
+        return self.base_model.fed
+
+
+def oracle(tokenizer, replies, think=True, filler="x", **options):
+    """An Oracle that plays `replies`: (level, turn) -> list of ids or text, from the game Walk below; once a reply's
+    ids are used up it says `filler` for ever, so that only a limit ends it."""
+    chat = ChatFormat(tokenizer)
+    opening = [*chat.tail, *([] if think and chat.opens_thought else chat.encode(envs.opening_tag(think)))]
+    more = chat.encode(filler)[0]
+
+    def say(context):
+        starts = [i + len(opening) for i in range(len(context) - len(opening) + 1)
+                  if context[i:i + len(opening)] == opening]
+        found = re.findall(r"level (\d+) turn (\d+)", tokenizer.decode(context))
+        if not starts or not found:
+            return more
+        reply = replies(*map(int, found[-1]))
+        ids, said = chat.encode(reply, special=True) if isinstance(reply, str) else reply, len(context) - starts[-1]
+        return ids[said] if said < len(ids) else more
+
+    return Oracle(say, tokenizer, **options)
+
+
+# --------------------------------------------------------------------------------------------------- a small game
+
+class Walk(envs.Env):
+    """Shows its level, turn and what was taken; each action pays 1 + level / 100; Right ends it, as a success."""
+    actions, rules, meanings = ("Up", "Down", "Left", "Right"), "Walk.", ()
+    max_turns, max_actions_per_turn, max_actions = 4, 2, 100
+    extra = ""
+    settings = envs.Env.settings | {"extra": ""}
+
+    def start(self, seed):
+        self.level, self.taken, self.turn = seed, [], 0
+
+    def render(self):
+        return f"{self.extra}{' '.join(self.taken)} level {self.level} turn {self.turn}"
+
+    def act(self, action):
+        self.taken.append(action)
+        self.success = action == "Right"
+        return 1 + self.level / 100, self.success
+
+
+def walk_turns(env):
+    """Walk counts turns by itself only when an action comes; this subclass counts the prompts that were shown."""
+    return env
+
+
+# ---------------------------------------------------------------------------------------------- independent loops
+
+def slow_scores(model, ids, sampled, temperature=1.0, vocab=None):
+    """log-prob and entropy of every sampled id of one row, by the whole model on the plain row (no cache, no mask,
+    no padding), in float64 after the logits."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double()[:, :vocab] / temperature
+    logprobs, entropies = torch.zeros(len(ids)), torch.zeros(len(ids))
+    for t, drawn in enumerate(sampled):
+        if drawn:
+            p = torch.softmax(logits[t - 1], -1)
+            logprobs[t], entropies[t] = p[ids[t]].log(), -(p * p.clamp(min=1e-300).log()).sum()
+    return logprobs, entropies
+
+
+def rows_of(batch):
+    """A Trajectories as plain lists, one dict a row, without padding."""
+    out = []
+    for b, n in enumerate(batch.lengths.tolist()):
+        turns = len(batch.infos[b]["turns"])
+        assert (batch.turn_ids[b, n:] == -1).all() and not batch.loss_mask[b, n:].any()
+        assert (batch.turn_ids[b, :n] >= 0).all()
+        out.append(dict(
+            ids=batch.tokens[b, :n].tolist(), mask=batch.loss_mask[b, :n].int().tolist(),
+            turn=batch.turn_ids[b, :n].tolist(), logprobs=batch.logprobs[b, :n], entropies=batch.entropies[b, :n],
+            rewards=batch.rewards[b, :turns].tolist(), penalties=batch.penalties[b, :turns].tolist(),
+            turns=batch.infos[b]["turns"], text=batch.texts[b], success=bool(batch.success[b]),
+            terminated=bool(batch.terminated[b]), truncated=bool(batch.truncated[b]),
+            context_cut=bool(batch.context_cut[b]), group=int(batch.group_ids[b])))
+    return out
