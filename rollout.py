@@ -152,7 +152,7 @@ class KVCache(Cache):
 
     Before a forward pass `at` names the rows it is about (a range) and the slots it fills; then `update`,
     called by every attention layer, writes the new keys and values there and returns a view of the rows'
-    slots, nothing copied.
+    slots, nothing copied. Memory starts at zero: what a masked slot holds counts 0 times, and 0 x NaN is NaN.
     """
 
     def __init__(self, rows: int):

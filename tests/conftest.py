@@ -4,6 +4,7 @@ import random
 import re
 import sys
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import envs  # noqa: E402
+import rollout  # noqa: E402
 from model import ChatFormat, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -56,31 +58,39 @@ def tok():
 
 # ------------------------------------------------------------------------------------------------------- models
 
-def talkative(model, tokenizer, seed=0, ends=2.5, extra=0):
-    """Give a random model a head with a bias, so that its replies end now and then in each of the ways there are;
-    `extra` logits more than the tokenizer has ids."""
-    vocab, generator = len(tokenizer) + extra, torch.Generator().manual_seed(seed)
-    width = model.config.get_text_config().hidden_size
-    head = nn.Linear(width, vocab)
-    head.weight.data = torch.randn(vocab, width, generator=generator) * width ** -0.5
-    head.bias.data = torch.randn(vocab, generator=generator) * 0.3
-    for text, more in ((tokenizer.eos_token, ends - 1), ("</think>", ends), ("<answer>", ends), ("</answer>", ends + 1),
-                       (" Up", ends), ("Down", ends), (" ||", ends), ("<|endoftext|>", ends - 1)):
-        head.bias.data[tokenizer(text, add_special_tokens=False)["input_ids"][0]] += more
-    head.bias.data[len(tokenizer):] += 3.0
-    model.set_output_embeddings(head)
+# What a micro model likes to say after what: enough for valid, malformed, stopped and endless replies alike.
+HABITS = (("<think>", "</think>"), ("<think>", " I"), (" I", "</think>"), ("</think>", "<answer>"),
+          ("<answer>", " Up"), ("<answer>", " Down"), ("<answer>", " Left"), ("<answer>", "Phoenix"), ("<answer>", "Dragon"),
+          ("<answer>", "</think>"), ("</think>", "<|im_end|>"), (" Up", " ||"), (" ||", " Down"),
+          *((name, "</answer>") for name in (" Up", " Down", " Left", "Phoenix", "Dragon")))
+
+
+def with_habits(model, tokenizer, seed=0, strength=11.0):
+    """Random weights, but for the head: after the first id of a pair of HABITS it favours the second. Ids beyond the
+    tokenizer's (if any) would be likely everywhere."""
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][0]
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(head.weight.shape, generator=generator)
+    weight = torch.randn(head.weight.shape, generator=generator) * 0.05
+    for before, after in HABITS:
+        direction = embeddings[ids(before)] - embeddings[ids(before)].mean()
+        weight[ids(after)] += strength * direction / direction.square().sum()
+    weight[len(tokenizer):] *= 40
+    model.get_input_embeddings().weight.data, head.weight.data = embeddings, weight
     return model.eval()
 
 
 def micro_llama(tokenizer, seed=0, extra=0, **changes):
+    """`extra`: more logits than the tokenizer has ids."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                      num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2)
+        config = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                      num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.08)
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=len(tokenizer) + extra, tie_word_embeddings=False, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **{**config, **changes}))
-        return talkative(model, tokenizer, seed, extra=extra)
+        return with_habits(model, tokenizer, seed)
 
 
 def micro_gpt2(tokenizer, seed=0):
@@ -88,9 +98,9 @@ def micro_gpt2(tokenizer, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=1400, resid_pdrop=0.4, embd_pdrop=0.4,
-            attn_pdrop=0.4, initializer_range=0.2, tie_word_embeddings=False, bos_token_id=2, eos_token_id=2))
-        return talkative(model, tokenizer, seed)
+            vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=1400, resid_pdrop=0.4, embd_pdrop=0.4,
+            attn_pdrop=0.4, initializer_range=0.08, tie_word_embeddings=False, bos_token_id=2, eos_token_id=2))
+        return with_habits(model, tokenizer, seed)
 
 
 class Backbone(nn.Module):
@@ -106,15 +116,11 @@ class Backbone(nn.Module):
         stored = torch.stack([input_ids, position_ids], -1)[:, None].float()               # (n, 1, m, 2)
         keys, _ = cache.update(stored, stored, 0)
         hidden = torch.zeros(*input_ids.shape, self.vocab)
-        for row in range(len(input_ids)):
-            for query in range(input_ids.shape[1]):
-                visible = attention_mask[row, 0, query] == 0
-                context, positions = keys[row, 0, visible].long().unbind(-1)
-                self.fed.append((tuple(context.tolist()), tuple(positions.tolist()), int(position_ids[row, query])))
-        for row in range(len(input_ids)):
-            for query in range(input_ids.shape[1]):
-                context = self.fed[row * input_ids.shape[1] + query - hidden[..., 0].numel()][0]
-                hidden[row, query, self.say(list(context))] = 60.0
+        for row, query in product(*map(range, input_ids.shape)):
+            visible = attention_mask[row, 0, query] == 0
+            context, positions = keys[row, 0, visible].long().T.tolist()
+            self.fed.append((tuple(context), tuple(positions), int(position_ids[row, query])))
+            hidden[row, query, self.say(context)] = 60.0
         return SimpleNamespace(last_hidden_state=hidden)
 
 
@@ -148,10 +154,11 @@ def oracle(tokenizer, replies, think=True, filler="x", **options):
     def say(context):
         starts = [i + len(opening) for i in range(len(context) - len(opening) + 1)
                   if context[i:i + len(opening)] == opening]
-        found = re.findall(r"level (\d+) turn (\d+)", tokenizer.decode(context))
-        if not starts or not found:
+        text = tokenizer.decode(context)
+        level, turn = re.findall(r"level (\d+)", text), re.findall(r"Turn (\d+) of", text)
+        if not (starts and level and turn):
             return more
-        reply = replies(*map(int, found[-1]))
+        reply = replies(int(level[-1]), int(turn[-1]))
         ids, said = chat.encode(reply, special=True) if isinstance(reply, str) else reply, len(context) - starts[-1]
         return ids[said] if said < len(ids) else more
 
@@ -161,27 +168,22 @@ def oracle(tokenizer, replies, think=True, filler="x", **options):
 # --------------------------------------------------------------------------------------------------- a small game
 
 class Walk(envs.Env):
-    """Shows its level, turn and what was taken; each action pays 1 + level / 100; Right ends it, as a success."""
-    actions, rules, meanings = ("Up", "Down", "Left", "Right"), "Walk.", ()
+    """Shows its level and what was taken; an action pays 1 + level / 100; Left and Right end it, Right as a success."""
+    actions, rules = ("Up", "Down", "Left", "Right"), "Walk."
     max_turns, max_actions_per_turn, max_actions = 4, 2, 100
     extra = ""
     settings = envs.Env.settings | {"extra": ""}
 
     def start(self, seed):
-        self.level, self.taken, self.turn = seed, [], 0
+        self.level, self.taken = seed, []
 
     def render(self):
-        return f"{self.extra}{' '.join(self.taken)} level {self.level} turn {self.turn}"
+        return f"{self.extra}{' '.join(self.taken)} level {self.level}"
 
     def act(self, action):
         self.taken.append(action)
         self.success = action == "Right"
-        return 1 + self.level / 100, self.success
-
-
-def walk_turns(env):
-    """Walk counts turns by itself only when an action comes; this subclass counts the prompts that were shown."""
-    return env
+        return 1 + self.level / 100, action in ("Left", "Right")
 
 
 # ---------------------------------------------------------------------------------------------- independent loops
@@ -214,3 +216,64 @@ def rows_of(batch):
             terminated=bool(batch.terminated[b]), truncated=bool(batch.truncated[b]),
             context_cut=bool(batch.context_cut[b]), group=int(batch.group_ids[b])))
     return out
+
+
+def play(model, tokenizer, rows, env="sokoban", **options):
+    """rollout() of rows [(group, level seed, noise seed), ...]; env: a name, or a function that makes one."""
+    make = env if callable(env) else lambda: envs.make_env(env)
+    groups, seeds, noise = zip(*rows)
+    return rollout.rollout(model, tokenizer, [make() for _ in rows], list(seeds), list(noise), list(groups), **options)
+
+
+def same_rows(a, b, tolerance=1e-5):
+    """Two rows of rows_of() are the same, id for id; log-probs and entropies up to rounding."""
+    for key in a:
+        if key in ("logprobs", "entropies"):
+            assert torch.allclose(a[key], b[key], atol=tolerance, rtol=0), key
+        else:
+            assert a[key] == b[key], key
+
+
+# ------------------------------------------------------------------------------------------------------ templates
+
+CHATML_SYSTEM = """{% if messages[0]['role'] != 'system' %}<|im_start|>system
+You help.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA3 = """{{ '<|begin|>' }}{% for m in messages %}<|start_header|>{{ m['role'] }}<|end_header|>
+
+{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start_header|>assistant<|end_header|>
+
+{% endif %}"""
+GEMMA = """{{ '<bos>' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}\
+{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}\
+{% endif %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}
+{{ m['content'] | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}""".replace("\\\n", "")
+QWEN3 = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1].lstrip() }}{% else %}{{ m['content'] }}{% endif %}\
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}""".replace("\\\n", "")
+MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]\
+{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}""".replace("\\\n", "")
+# name -> (template, further special tokens, end-of-sequence token, whether there is a pad token)
+FAMILIES = {
+    "chatml": (None, (), None, True),
+    "system": (CHATML_SYSTEM, (), None, True),
+    "llama3": (LLAMA3, ("<|begin|>", "<|start_header|>", "<|end_header|>", "<|eot|>", "<|end_of_text|>"),
+               "<|end_of_text|>", False),
+    "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"), "<eos>", True),
+    "qwen3": (QWEN3, (), None, True),
+    "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", False),
+}
+
+
+@lru_cache
+def family(name):
+    return micro_tokenizer(*FAMILIES[name])

@@ -4,17 +4,14 @@ import copy
 import doctest
 import itertools
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import starpo  # noqa: E402
-from starpo import (  # noqa: E402
+import starpo
+from starpo import (
     bilevel_gae, compute_advantages, episode_rewards, explained_variance, filter_groups, gae, grpo_advantages,
     indicators, loss_weights, masked_mean, pack, place_rewards, policy_loss, step_or_skip, token_logprobs,
     token_values, update, value_loss, whiten)
@@ -186,6 +183,7 @@ def test_filter_edges():
     equal = torch.full((8,), 0.1 + 0.2)
     assert not filter_groups(equal, ids, 0.25).any() and filter_groups(equal, ids, 1.0).all()
     assert not filter_groups(rewards, torch.arange(8), 0.5).any()  # groups of one
+    assert filter_groups(torch.rand(200), torch.arange(200) // 2, 0.29).sum() == 58  # 0.29 * 100 is 28.999...
     assert filter_groups(torch.rand(30), torch.arange(30) // 3, 0.3).sum() == 9  # floor(0.3 * 10) is 3
     assert filter_groups(torch.zeros(0), torch.zeros(0).long(), 0.25).shape == (0,)
     nan = filter_groups(tensor(NAN, 1.0, 0.0, 1.0), tensor(0, 0, 1, 1), 0.5)
@@ -197,10 +195,13 @@ def test_filter_edges():
 
 def test_filter_ties_are_ties_whatever_the_rounding():
     """The same rewards in another order round to another last bit; the smaller id must win all the same."""
-    values = [0.1, 0.2, 0.3, 0.7, 10.9, -0.4]
+    values, seen = [0.1, 0.2, 0.3, 0.7, 10.9, -0.4], set()
     for order in itertools.islice(itertools.permutations(values), 0, 720, 37):
-        rewards = torch.tensor(list(order) + values)
-        assert filter_groups(rewards, torch.arange(12) // 6, 0.5)[:6].all()
+        for rewards in (list(order) + values, values + list(order)):
+            rewards = torch.tensor(rewards, dtype=torch.double)
+            seen.add(float(starpo.group_stats(rewards, torch.zeros(12))[3]))
+            assert filter_groups(rewards, torch.arange(12) // 6, 0.5)[:6].all()
+    assert len(seen) > 1  # the rounding did differ
 
 
 def test_group_statistics_do_not_depend_on_row_order():
@@ -513,6 +514,10 @@ def test_pack_prefix_is_what_members_share():
     layout = pack(tokens, mask, torch.zeros(3))
     assert layout.member.tolist() == [[-1, -1, 0, 0, 1, 1, 2, 2]]
     assert layout.position.tolist() == [[0, 1, 2, 3, 2, 3, 2, 3]]
+    gap = pack(tensor([1, 2, 3, 4, 5], [1, 9, 3, 4, 5]), mask[:2], torch.zeros(2))  # a run, not a count
+    assert gap.member.tolist() == [[-1, 0, 0, 0, 1, 1, 1]]
+    early = pack(tokens[[0, 0]], tensor([0, 0, 0, 0, 1], [0, 1, 0, 0, 0]), torch.zeros(2))
+    assert early.member.tolist() == [[-1, 0, 0, 0]]
     same = pack(tokens[[0, 2]], mask[[0, 2]], torch.zeros(2))  # ends before the first sampled token
     assert same.member.tolist() == [[-1, -1, -1, 0, 1]]
 
@@ -616,7 +621,7 @@ def test_chunked_logits_give_the_same_scores_and_gradients(monkeypatch):
     batch, results = dialogues(0), []
     for elements in (starpo.LOGITS_ELEMENTS, VOCAB * 7):
         monkeypatch.setattr(starpo, "LOGITS_ELEMENTS", elements)
-        monkeypatch.setattr(starpo, "FORWARD_TOKENS", elements)
+        monkeypatch.setattr(starpo, "FORWARD_TOKENS", elements // 4)
         model = micro_llama()
         logprobs, entropy = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, 0.8, True)
         (logprobs.sum() - entropy.sum()).backward()
@@ -916,6 +921,13 @@ def test_update_trains_the_critic():
     optimizers = [torch.optim.AdamW(x.parameters(), lr=lr) for x, lr in ((policy, 1e-4), (critic, 3e-3))]
     batch.rewards = batch.group_ids[:, None] * torch.ones(1, 3) * (batch.rewards != 0)
     batch.logprobs = token_logprobs(policy, batch.tokens, batch.loss_mask)[0].detach()
+    values = token_values(critic, batch.tokens, batch.loss_mask)
+    advantages, returns = compute_advantages("gae", batch, values)
+    still = [torch.optim.SGD(x.parameters(), lr=0.0) for x in (policy, critic)]
+    losses = [update(policy, still[0], batch, advantages, critic=critic, critic_optimizer=still[1],
+                     old_values=values, returns=returns, tokens_per_micro_batch=n) for n in (30, 10**6)]
+    assert losses[0]["value_loss"] == pytest.approx(losses[1]["value_loss"])
+    assert losses[0]["critic_grad_norm"] == pytest.approx(losses[1]["critic_grad_norm"], rel=1e-4)
     history = []
     for _ in range(25):
         values = token_values(critic, batch.tokens, batch.loss_mask, batch.group_ids)
