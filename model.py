@@ -298,8 +298,8 @@ def tiny_model(vocab_size: int, seed: int = 0) -> LlamaForCausalLM:
 # Supervised phases of the warm start. First every dialogue is careful, so that the model learns to see and
 # to plan; then only a part is, and what it learns is that there are several ways to think: which of them
 # pays is left to RL.
-RECIPE = (dict(iters=3000, lr=3e-3, careful=1.0), dict(iters=800, lr=1e-3, careful=1.0),
-          dict(iters=300, lr=5e-4, careful=0.3), dict(iters=100, lr=1e-4, careful=0.3))
+RECIPE = (dict(iters=1300, lr=2e-3, careful=1.0), dict(iters=300, lr=6e-4, careful=1.0),
+          dict(iters=200, lr=4e-4, careful=0.3), dict(iters=80, lr=1e-4, careful=0.3))
 
 
 def rebuild(folder: Path = TINY) -> None:

@@ -49,7 +49,7 @@ class Trajectories:
     truncated: torch.Tensor     # (B,) bool: a budget or the context limit ended it
     context_cut: torch.Tensor   # (B,) bool: it was the context limit
     texts: list                 # (B) the dialogue as a person reads it
-    infos: list                 # (B) {"turns": [{"reply", "thought", "actions", "valid", "reward", ...}]}
+    infos: list                 # (B) {"turns": [{"reply", "thought", "actions", "valid", ...}], ...}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -81,7 +81,7 @@ class Episode:
         self.prefill = [] if think and chat.opens_thought else chat.encode(self.tag)
         began = time.perf_counter()
         self.observation, _ = env.reset(seed, options={"noise_seed": noise_seed})
-        self.env_seconds = time.perf_counter() - began
+        self.env_seconds, self.level = time.perf_counter() - began, self.observation
         self.show(first_prompt(env, self.observation, think), chat.first)
 
     @property
@@ -408,7 +408,7 @@ def collect(episodes: list[Episode], group_ids, places, logprobs, entropies, pad
         truncated=column((e.truncated for e in episodes), torch.bool),
         context_cut=column((e.context_cut for e in episodes), torch.bool),
         texts=[e.text for e in episodes],
-        infos=[{"turns": e.turns, "env_seconds": e.env_seconds} for e in episodes])
+        infos=[{"turns": e.turns, "level": e.level, "env_seconds": e.env_seconds} for e in episodes])
 
 
 def demo(name: str, model_name: str, seed: int) -> None:

@@ -58,10 +58,10 @@ class Config:
     estimator: str = option("grpo", "of advantages; the last two have a critic", ["grpo", "gae", "bilevel"])
     groups: int = option(8, "levels an iteration, P (usual 4..32)", (1, 10**9))
     group_size: int = option(16, "episodes a level, N (usual 4..32)", (1, 4096))
-    iters: int = option(None, "iterations", (1, 10**9))
+    iters: int = option(None, "iterations (tiny 60, else 200)", (1, 10**9))
     epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", (1, 10**9))
     minibatch_size: int = option(32, "trajectories an optimizer step", (1, 10**9))
-    lr: float = option(None, "policy learning rate (tiny 1e-4; a pretrained 0.5 B model 1e-6)", (1e-9, 1e9))
+    lr: float = option(None, "policy learning rate (tiny 3e-4; a pretrained 0.5 B model 1e-6)", (1e-9, 1e9))
     critic_lr: float = option(None, "critic learning rate (usual 10 x lr)", (1e-9, 1e9))
     gamma: float = option(1.0, "discount a token", (0, 1))
     lam: float = option(1.0, "GAE lambda a token", (0, 1))
@@ -107,7 +107,6 @@ ALGORITHMS = {
     "starpo-s": dict(keep=0.25, clip_ratio_high=0.28, kl_coef=0.0),
     "sft": dict(keep=1.0, clip_ratio_high=0.2, kl_coef=0.0),
 }
-ITERATIONS = {"bandit": 60}                     # else 150
 TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
 SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
 CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
@@ -238,13 +237,11 @@ def evaluate(cfg: Config, model, tokenizer, n: int, temperature: float, name: st
     """Play n held-out levels once each -> Trajectories in batches; levels, luck and streams are always the
     same."""
     batches, first = [], SPLITS[cfg.eval_split]
-    with tqdm(total=n, desc="evaluation", leave=False, disable=None) as bar:
-        for chunk in torch.arange(first, first + n).split(128):
-            seeds = chunk.tolist()
-            batches.append(rollout(
-                model, tokenizer, [make(cfg, name) for _ in seeds], seeds, [noise_seed(s, 0) for s in seeds],
-                seeds, temperature=temperature, max_new_tokens=cfg.max_new_tokens, think=cfg.think))
-            bar.update(len(seeds))
+    for chunk in tqdm(torch.arange(first, first + n).split(128), "evaluation", leave=False, disable=None):
+        seeds = chunk.tolist()
+        batches.append(rollout(
+            model, tokenizer, [make(cfg, name) for _ in seeds], seeds, [noise_seed(s, 0) for s in seeds],
+            seeds, temperature=temperature, max_new_tokens=cfg.max_new_tokens, think=cfg.think))
     return batches
 
 
@@ -297,7 +294,8 @@ class Run:
     """A run folder: config.json, metrics.jsonl, samples/, checkpoint/, summary.json, curves.png."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.folder, self.began, self.first = cfg, Path(cfg.out), time.perf_counter(), {}
+        self.cfg, self.folder, self.began = cfg, Path(cfg.out), time.perf_counter()
+        self.first, self.levels = {}, set()     # results of the first evaluation; levels met in training
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
 
@@ -315,6 +313,7 @@ class Run:
     def log(self, iteration: int, metrics: dict, seconds: float, batch: Trajectories) -> None:
         """One line of metrics.jsonl and one on the screen; every ten iterations a group's dialogues as
         text."""
+        self.levels |= {info["level"] for info in batch.infos}
         row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
         row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
         with open(self.folder / "metrics.jsonl", "a") as file:
@@ -348,14 +347,15 @@ class Run:
                    "iters": cfg.iters, "seconds": round(time.perf_counter() - self.began, 1),
                    "time": {name: round(seconds, 1) for name, seconds in clock.items()}}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        level = int(gain.argmax())
+        level, known = int(gain.argmax()), [info["level"] in self.levels for x in after for info in x.infos]
         for title, batches in (("BEFORE", before), ("AFTER", after)):
-            text = [text for batch in batches for text in batch.texts][level]
-            print(f"\n----- {title} (held-out level {level}) -----\n{text}")
+            print(f"\n----- {title} (held-out level {level}) -----\n"
+                  + [text for batch in batches for text in batch.texts][level])
         print(f"success on {n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}")
         for key in ("random", "before_greedy", "before", "after", "optimal"):
             print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
-        print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\ntime: "
+        print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
+              f"{sum(known) / n:.1%} of these levels came up in training, too\ntime: "
               + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
         from results.plot import draw_run       # here: it is not needed for training
         draw_run(self.folder)
@@ -389,8 +389,7 @@ def parse_flags(argv: list[str]) -> dict:
                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
-        text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
-        parser.add_argument(f"--{field.name}", help=text, **how)
+        parser.add_argument(f"--{field.name}", help=f"{field.metadata['help']} [{field.default}]", **how)
     alike = lambda flag: ("--" + flag[0][2:].replace("-", "_")).replace("--no_", "--no-", 1)    # --eval-only
     given, unknown = parser.parse_known_args([re.sub("^--[^=]*", alike, word) for word in argv])
     if unknown:
@@ -428,11 +427,11 @@ def weights_of(cfg: Config) -> str:
 def resolve(cfg: Config) -> Config:
     """Fill in what depends on the algorithm, the model and the environment."""
     tiny = cfg.model == "tiny"
-    lr = cfg.lr or (1e-3 if cfg.algo == "sft" else 1e-4) * (1 if tiny else 0.01)
+    lr = (6e-4 if tiny else 1e-5) if cfg.algo == "sft" else (3e-4 if tiny else 1e-6)
     folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
     free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
     defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
-        lr=lr, critic_lr=10 * lr, iters=ITERATIONS.get(cfg.env, 150), max_new_tokens=80 if tiny else 200,
+        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=60 if tiny else 200, max_new_tokens=80 if tiny else 200,
         eval_envs=cfg.env, out=next(path for path in free if not Path(path).exists()))
     for name, value in defaults.items():
         if getattr(cfg, name) is None:
@@ -446,10 +445,10 @@ def validate(cfg: Config) -> Config:
         value, allowed = getattr(cfg, field.name), field.metadata["allowed"]
         if value is None or allowed is None:
             continue
-        if isinstance(allowed, list) and value not in allowed:
-            raise ValueError(f"--{field.name} {value}: must be one of {', '.join(allowed)}")
-        if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
-            raise ValueError(f"--{field.name} {value}: must be from {allowed[0]:g} to {allowed[1]:g}")
+        is_list = isinstance(allowed, list)
+        if not (value in allowed if is_list else allowed[0] <= value <= allowed[1]):
+            wanted = f"one of {', '.join(allowed)}" if is_list else f"from {allowed[0]:g} to {allowed[1]:g}"
+            raise ValueError(f"--{field.name} {value}: must be {wanted}")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
         raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
@@ -458,7 +457,10 @@ def validate(cfg: Config) -> Config:
     if not (cfg.resume or cfg.eval_only) and (Path(cfg.out) / "metrics.jsonl").exists():
         raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
     for name in {*cfg.env.split(","), *cfg.eval_envs.split(",")}:
-        make(cfg, name).reset(0, options={"noise_seed": 0})
+        try:
+            make(cfg, name).reset(0, options={"noise_seed": 0})
+        except ValueError as error:
+            raise ValueError(f"--env {name} (--env_args '{cfg.env_args}'): {error}") from None
     return cfg
 
 
@@ -466,8 +468,7 @@ def main(argv: list[str] | None = None) -> dict:
     """Command line: configure, load, then train or evaluate. Bad input ends with one line and exit code 2."""
     try:
         cfg = configure(sys.argv[1:] if argv is None else argv)
-        if cfg.threads:
-            torch.set_num_threads(cfg.threads)
+        torch.set_num_threads(cfg.threads or torch.get_num_threads())
         model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype)
         training = cfg.algo != "sft" and not cfg.eval_only
         critic = Critic(cfg.model, cfg.device, cfg.dtype) if training and cfg.estimator != "grpo" else None

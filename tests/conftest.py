@@ -130,8 +130,7 @@ class Oracle(nn.Module):
     def __init__(self, say, tokenizer, max_context=100_000, ends=None):
         super().__init__()
         self.base_model = Backbone(say, len(tokenizer))
-        self.config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=len(tokenizer),
-                                  max_position_embeddings=max_context)
+        self.config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=max_context)
         self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id if ends is None else ends)
         self.head = nn.Identity()
         self.device = torch.device("cpu")

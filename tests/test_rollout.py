@@ -494,7 +494,7 @@ def test_members_share_the_prompt_and_have_streams_of_their_own(tok, llama):
     rows = rows_of(play(llama, tok, [(0, 1, 0)] * 6 + [(5, 1, 0)] * 6, max_new_tokens=12))
     prompts = {tuple(row["ids"][:row["mask"].index(1)]) for row in rows}
     first = [tuple(sampled_replies(row)[0]) for row in rows]
-    assert len(prompts) == 1 and len(set(first)) > 6
+    assert len(prompts) == 1 and len(set(first)) > 4
     assert first[:6] != first[6:]                     # the group is a part of the stream's number
     other = rows_of(play(llama, tok, [(0, 1, 0)] * 6, max_new_tokens=12, sample_seed=1))
     assert [tuple(sampled_replies(row)[0]) for row in other] != first[:6]
