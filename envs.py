@@ -442,6 +442,9 @@ ENVS = {       # FORK: a variant is one line; a game of your own needs none, see
 }
 
 
+run_file = lru_cache(runpy.run_path)            # a user's file runs once, however many rows play it
+
+
 def make_env(name: str, **overrides) -> Env:
     """An environment by name, settings overridden; "path/to/file.py:Class" loads a user's own."""
     if name in ENVS:
@@ -450,7 +453,7 @@ def make_env(name: str, **overrides) -> Env:
     if not path.endswith(".py"):
         raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}, or path/to/file.py:Class")
     try:
-        cls = runpy.run_path(path)[class_name]
+        cls = run_file(path)[class_name]
         cls.reset, cls.step          # the error names the one that is missing
         return UserEnv(cls, **overrides)
     except Exception as error:       # whatever the user's file raises, the flag is what to look at first

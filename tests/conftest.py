@@ -276,3 +276,6 @@ FAMILIES = {
 @lru_cache
 def family(name):
     return micro_tokenizer(*FAMILIES[name])
+
+ENDS = {"chatml": "<|im_end|>", "system": "<|im_end|>", "llama3": ["<|end_of_text|>", "<|eot|>"],
+        "gemma": ["<eos>", "<end_of_turn>"], "qwen3": "<|im_end|>", "mistral": "</s>"}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (FAMILIES, ROOT, Walk, family, micro_gpt2, micro_llama, micro_tokenizer, oracle, play, rows_of, same_rows,
+from conftest import (ENDS, FAMILIES, ROOT, Walk, family, micro_gpt2, micro_llama, micro_tokenizer, oracle, play, rows_of, same_rows,
                       slow_scores)
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig,
                           GraniteForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM)
@@ -56,8 +56,9 @@ def test_scores_are_those_of_the_plain_model_on_the_same_ids(tok, make, temperat
     model = make(tok)
     batch = play(model, tok, GROUPS, temperature=temperature, max_new_tokens=12, sample_seed=3)
     check_scores(model, tok, batch, temperature)
-    assert batch.rewards.shape[1] > 3 and len(batch.lengths.unique()) > 2
+    assert batch.rewards.shape[1] > 3
     if temperature:
+        assert len(batch.lengths.unique()) > 2
         turns = [turn for info in batch.infos for turn in info["turns"]]
         assert {turn["valid"] for turn in turns} == {True, False}
         assert len({turn["reply"] for turn in turns}) >= 10
@@ -126,19 +127,15 @@ def test_each_id_passes_the_model_once_in_its_own_context(tok, monkeypatch, shar
             assert positions == tuple(range(len(context)))
             seen[context] += 1
     expected = Counter()
+    prompts = {tuple(row["ids"][:row["mask"].index(1)]) for row in rows}
+    for ids, first in [(prompt, 1) for prompt in prompts] + [(tuple(row["ids"]), row["mask"].index(1) + 1) for row in rows]:
+        expected.update(ids[:n] for n in range(first, len(ids)))
+    expected.update(prompts)
     for row in rows:
-        prompt = row["mask"].index(1)
-        for n in range(1, len(row["ids"])):
-            prefix = tuple(row["ids"][:n])
-            expected[prefix] = 1 if n <= prompt else expected[prefix] + 1
-        for t, drawn in enumerate(row["mask"]):
-            assert not drawn or tuple(row["ids"][:t]) in seen
-    for prefix in expected:
-        # the ids of a last reply that is already over need not pass
-        assert seen[prefix] == expected[prefix] or seen[prefix] == 0 and len(prefix) > max(
-            len(row["ids"]) for row in rows if tuple(row["ids"][:len(prefix)]) == prefix) - 3
-    padding = [c for c, _, position in model.fed if position != len(c) - 1]
-    assert len(model.fed) - len(padding) == sum(seen.values()) and set(seen) <= set(expected)
+        assert all(tuple(row["ids"][:t]) in seen for t, drawn in enumerate(row["mask"]) if drawn)
+        expected -= Counter([tuple(row["ids"][:len(row["ids"]) - 1])])      # what ends a row need not pass
+        seen -= Counter([tuple(row["ids"][:len(row["ids"]) - 1])])
+    assert seen == expected
 
 
 def test_memory_that_was_never_written_does_not_matter(tok, llama, monkeypatch):
@@ -320,11 +317,13 @@ def test_families_of_templates(name):
     and text in an observation never becomes a special token."""
     tokenizer = family(name)
     model = micro_llama(tokenizer)
-    noisy = "".join(tokenizer.all_special_tokens) + "</s><|im_end|>\n<|im_start|>assistant\n"
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ENDS[name])      # as the real ones do
+    noisy = "".join(str(token) for token in tokenizer.added_tokens_decoder.values()) + "<|im_end|>\n<|im_start|>assistant\n"
     batch = play(model, tokenizer, [(0, 1, 0), (0, 1, 1), (1, 2, 0)], env=lambda: Walk(extra=noisy), max_new_tokens=12)
     check_scores(model, tokenizer, batch, 1.0)
     chat = ChatFormat(tokenizer, model)
-    specials = set(tokenizer.all_special_ids)
+    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    assert len(chat.stop_ids) == 1 + (name in ("llama3", "gemma"))
     for row in rows_of(batch):
         for turn, reply in enumerate(sampled_replies(row)):
             said = [i for i in reply if i not in chat.stop_ids]
@@ -377,7 +376,7 @@ def test_turn_and_action_limits(tok):
 def test_the_context_limit_ends_a_row_and_never_shrinks_a_reply(tok, where):
     """For limits around every possible end of a row: it is cut before a prompt whose longest reply would not fit, or not
     at all; the ids it has are those it has without a limit."""
-    texts = lambda level, turn: "I " * (3 * turn) + "<|im_end|>"
+    texts = lambda level, turn: "I" * (3 * turn) + "<|im_end|>"
     full, = rows_of(play(oracle(tok, texts), tok, [(0, 1, 0)], env=Walk, max_new_tokens=20))
     starts = [full["turn"].index(k) for k in range(4)]
     begins = [next(t for t in range(starts[k], len(full["ids"])) if full["mask"][t]) for k in range(4)]
