@@ -11,7 +11,6 @@ with the process; here reverse play finds the shortest plan of every state, for 
 
 In reading order: stream, known, say; Env (protocol, action budget, demonstrations), Bandit, Sokoban,
 FrozenLake, UserEnv; make_env; first_prompt, next_prompt; reply_end, parse_response; random_success; play.
-
 Run alone: `python envs.py --env sokoban --seed 3` lets you play.
 """
 import argparse
