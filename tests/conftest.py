@@ -21,7 +21,7 @@ import rollout  # noqa: E402
 from model import ChatFormat, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TINY = ROOT / "tiny"
 
 
 # --------------------------------------------------------------------------------------------------- tokenizers

@@ -461,11 +461,11 @@ def test_lake_solver_against_slow_induction():
             return sum(value(min(max(r + dr, 0), 3), min(max(c + dc, 0), 3), left - 1) for dr, dc in ways) / 3
 
         assert env.optimal_success() == pytest.approx(value(*divmod(env.cell, 4), 6))
-        rng = random.Random(seed)
-        while not (env.terminated or env.truncated):
-            plan, here = env.solve(), divmod(env.cell, 4)
-            assert len(plan) == 1 and after(*here, env.actions_left, plan[0]) == pytest.approx(value(*here, env.actions_left))
-            env.step(rng.choice(env.actions))
+        for cell, left in product(range(16), range(1, 7)):           # the budget left counts, not the whole one
+            if rows[cell // 4][cell % 4] not in "OG":
+                env.cell, env.actions_left = cell, left
+                plan, here = env.solve(), divmod(cell, 4)
+                assert len(plan) == 1 and after(*here, left, plan[0]) == pytest.approx(value(*here, left))
 
 
 def test_playing_the_lake_solver_reaches_the_optimum_and_no_more():
@@ -927,6 +927,7 @@ def test_user_environment_with_free_text(user):
     assert parsed.actions == ["open || sesame"] and parsed.valid
     assert env.step("  ")[4]["valid"] is False
     assert env.step("Hello")[:4] == ("you said Hello", 0.0, False, False)       # not lower-cased
+    assert env.success is False                 # rewards of 0 are none
     assert env.step(parsed.actions[0])[1:4] == (1.0, True, False) and env.success
     env.reset(0)
     assert parse_response("<think>" + env.demonstrate(random.Random(1), False), (), 5).valid

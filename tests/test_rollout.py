@@ -338,7 +338,7 @@ def test_families_of_templates(name):
         first = row["mask"].index(1)
         assert row["ids"][:first][-len(opening):] == opening and row["ids"][:len(chat.head)] == chat.head
         assert tokenizer.decode(row["ids"][:first]).rstrip().endswith("<think>")
-        assert tokenizer.decode(row["ids"][:first]).count("<think>") == 2      # in the instruction, and the opened one
+        assert tokenizer.decode(row["ids"][:first]).count("<think>") == 3      # instruction, the noise, and the opened one
 
 
 # ------------------------------------------------------------------------------------------------- flags and limits
