@@ -298,7 +298,8 @@ class Run:
 
     def __init__(self, cfg: Config):
         self.cfg, self.folder, self.began = cfg, Path(cfg.out), time.perf_counter()
-        self.first, self.levels = {}, set()     # results of the first evaluation; levels met in training
+        # results of the first evaluation; levels met in training; the log
+        self.first, self.levels, self.metrics = {}, set(), self.folder / "metrics.jsonl"
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
 
@@ -319,7 +320,7 @@ class Run:
         self.levels |= {info["level"] for info in batch.infos}
         row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
         row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
-        with open(self.folder / "metrics.jsonl", "a") as file:
+        with open(self.metrics, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         if iteration == 0 or (iteration + 1) % 10 == 0:
             text = f"\n{'=' * 80}\n".join(batch.texts[:self.cfg.group_size])
@@ -335,9 +336,9 @@ class Run:
     def restore(self, critic, optimizers: dict) -> int:
         """Take up the saved state (main loaded the weights from the same folder) -> the iteration to go on
         from."""
-        log, state = self.folder / "metrics.jsonl", load_trainer(self.folder / "checkpoint", critic, optimizers)
-        lines = log.read_text().splitlines(keepends=True)
-        log.write_text("".join(line for line in lines if json.loads(line)["iter"] <= state["iteration"]))
+        state = load_trainer(self.folder / "checkpoint", critic, optimizers)
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        self.metrics.write_text("".join(x for x in lines if json.loads(x)["iter"] <= state["iteration"]))
         return state["iteration"]
 
     def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:
