@@ -65,9 +65,10 @@ def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto"):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except Exception as error:          # whatever is in that folder, the flag is what to look at
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise ValueError(f"--model {name}: neither 'tiny', nor a model folder, nor a hub id within reach "
-                         f"({str(error).splitlines()[0][:160]})") from None
+                         f"({reason})") from None
     model = model.eval().to(pick_device(device))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token   # only ever a filler behind a row's end: its mask is 0
@@ -75,7 +76,10 @@ def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto"):
         dtype = "bfloat16" if model.device.type == "cuda" else "float32"
     if dtype != "float32":
         autocast_forward(model, getattr(torch, dtype))
-    ChatFormat(tokenizer, model)                    # an unusable template is refused now
+    try:
+        ChatFormat(tokenizer, model)                # an unusable template is refused now
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from None
     return model, tokenizer
 
 
@@ -89,6 +93,14 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
 def context_length(model: nn.Module | None) -> int | None:
     """How many tokens a row may have, or None where the model sets no limit."""
     return None if model is None else getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def next_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits (n, V) in float32 of last hidden states (n, D): the head, and what some models do behind it."""
+    logits, config = model.get_output_embeddings()(hidden).float(), model.config.get_text_config()
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)                # Granite
+    cap = getattr(config, "final_logit_softcapping", None)                            # Gemma 2
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -25,7 +25,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from envs import first_prompt, next_prompt, opening_tag, parse_response, reply_end
-from model import ChatFormat, cache_argument, context_length
+from model import ChatFormat, cache_argument, context_length, next_logits
 
 MASKED = -1e30          # added to an attention score that must not count; finite in bfloat16 too
 WAITING_SHARE = 1.0     # observations are fed once this share of the live rows waits (1: lockstep turns)
@@ -221,6 +221,18 @@ def sampling_streams(sample_seed: int, group_ids: list[int], length: int) -> np.
     return np.stack(rows)
 
 
+def attention_mask(config, visible: torch.Tensor, slots: torch.Tensor):
+    """visible (n, m, S) bool -> additive (n, 1, m, S); by layer type where some look back only so far (Gemma)."""
+    full = torch.where(visible, 0.0, MASKED)[:, None]
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return full
+    near = slots[:, :, None] - torch.arange(visible.shape[2], device=slots.device) < window
+    sliding = torch.where(visible & near, 0.0, MASKED)[:, None]
+    kinds = getattr(config, "layer_types", None)
+    return {"full_attention": full, "sliding_attention": sliding} if kinds else sliding
+
+
 class Engine:
     """A model, its cache, and the order of the episodes in it:  [sampling | waiting | finished].
 
@@ -229,7 +241,7 @@ class Engine:
     """
 
     def __init__(self, model, episodes: list[Episode], vocab_size: int):
-        self.backbone, self.head, self.device = model.base_model, model.get_output_embeddings(), model.device
+        self.model, self.backbone, self.device = model, model.base_model.eval(), model.device     # no dropout
         self.cache_name, self.vocab_size = cache_argument(model), vocab_size
         # cache row -> row of the batch (a row is over already if its first prompt did not fit)
         self.numbers = [row for row, episode in enumerate(episodes) if not episode.over]
@@ -255,11 +267,11 @@ class Engine:
         visible = torch.arange(seen, device=self.device) <= slots[:, :, None]                # (n, m, seen)
         hidden = self.backbone(
             input_ids=tokens, position_ids=slots.minimum(last_slot), use_cache=True,
-            attention_mask=torch.where(visible, 0.0, MASKED)[:, None],
+            attention_mask=attention_mask(self.backbone.config.get_text_config(), visible, slots),
             **{self.cache_name: self.cache.at(first, last, slots, needed, seen)}).last_hidden_state
         self.fed[first:last] = [len(episode.ids) for episode in self.episodes[first:last]]
         final = hidden[torch.arange(last - first, device=self.device), lengths - 1]          # (n, D)
-        return self.head(final)[:, :self.vocab_size]    # a head may have more logits than there are ids
+        return next_logits(self.model, final)[:, :self.vocab_size]    # a head may have more logits than ids
 
     def encode_prompts(self) -> torch.Tensor:
         """Feed every distinct first prompt once and copy it to the other rows that have it; logits (B, V)."""

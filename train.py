@@ -337,8 +337,8 @@ class Run:
         """Take up the saved state (main loaded the weights from the same folder) -> the iteration to go on
         from."""
         state = load_trainer(self.folder / "checkpoint", critic, optimizers)
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        self.metrics.write_text("".join(x for x in lines if json.loads(x)["iter"] <= state["iteration"]))
+        lines = self.metrics.read_text().splitlines(keepends=True)[:state["iteration"]]    # one an iteration
+        self.metrics.write_text("".join(lines))
         return state["iteration"]
 
     def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:

@@ -1,5 +1,8 @@
 """What tests/test_rollout.py, test_model.py and test_train.py share: micro models, tokenizers, a model whose every id
 is dictated, a small game, and an independent loop that scores a row one id at a time."""
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"      # the tests need no network
 import random
 import re
 import sys
