@@ -222,7 +222,7 @@ def sampling_streams(sample_seed: int, group_ids: list[int], length: int) -> np.
 
 
 def attention_mask(config, visible: torch.Tensor, slots: torch.Tensor):
-    """visible (n, m, S) bool -> additive (n, 1, m, S); by layer type where some look back only so far (Gemma)."""
+    """visible (n, m, S) bool -> additive (n, 1, m, S); by layer type where some see but a window (Gemma)."""
     full = torch.where(visible, 0.0, MASKED)[:, None]
     window = getattr(config, "sliding_window", None)
     if not window:
@@ -241,7 +241,7 @@ class Engine:
     """
 
     def __init__(self, model, episodes: list[Episode], vocab_size: int):
-        self.model, self.backbone, self.device = model, model.base_model.eval(), model.device     # no dropout
+        self.model, self.backbone, self.device = model.eval(), model.base_model, model.device     # no dropout
         self.cache_name, self.vocab_size = cache_argument(model), vocab_size
         # cache row -> row of the batch (a row is over already if its first prompt did not fit)
         self.numbers = [row for row, episode in enumerate(episodes) if not episode.over]
@@ -267,7 +267,7 @@ class Engine:
         visible = torch.arange(seen, device=self.device) <= slots[:, :, None]                # (n, m, seen)
         hidden = self.backbone(
             input_ids=tokens, position_ids=slots.minimum(last_slot), use_cache=True,
-            attention_mask=attention_mask(self.backbone.config.get_text_config(), visible, slots),
+            attention_mask=attention_mask(self.model.config.get_text_config(), visible, slots),
             **{self.cache_name: self.cache.at(first, last, slots, needed, seen)}).last_hidden_state
         self.fed[first:last] = [len(episode.ids) for episode in self.episodes[first:last]]
         final = hidden[torch.arange(last - first, device=self.device), lengths - 1]          # (n, D)

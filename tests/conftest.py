@@ -64,7 +64,7 @@ def tok():
 # What a micro model likes to say after what: enough for valid, malformed, stopped and endless replies alike.
 HABITS = (("<think>", "</think>"), ("<think>", " I"), (" I", "</think>"), ("</think>", "<answer>"),
           ("<answer>", " Up"), ("<answer>", " Down"), ("<answer>", " Left"), ("<answer>", "Phoenix"), ("<answer>", "Dragon"),
-          ("<answer>", "</think>"), ("</think>", "<|im_end|>"), (" Up", " ||"), (" ||", " Down"),
+          (" I", "<|im_end|>"), (" Up", " ||"), (" ||", " Down"),
           *((name, "</answer>") for name in (" Up", " Down", " Left", "Phoenix", "Dragon")))
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
+from results import plot
 from rollout import rollout
 from train import Config, noise_seed, play_groups, sample_seed, train_seed
 
@@ -62,6 +63,13 @@ def micro(tmp_path_factory, tok):
     micro_llama(tok).save_pretrained(path)
     tok.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    """Curves take longer than these runs: one test draws them."""
+    if "draws" not in request.keywords:
+        monkeypatch.setattr(plot, "draw_run", lambda folder: None)
 
 
 @pytest.fixture
