@@ -128,23 +128,23 @@ def test_a_run_folder(micro, tmp_path, capsys, algo, estimator, env):
     assert config["kl_coef"] == (0 if algo == "starpo-s" else 0.001) and config["keep"] == 1
     assert [row["iter"] for row in rows] == [1, 2]
     moved = 0
+    assert env != "sokoban" or rows[0]["valid_frac"] > 0 and rows[0]["reward_std_in_group"] > 0.1
     for row in rows:
         wanted = ALWAYS | ({"kl_ref"} if algo == "starpo" else set()) | ({"explained_variance"} if estimator != "grpo" else set())
         assert row["optimizer_steps"] == 1 and wanted <= set(row)
         assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in row.values())
         assert 0 <= row["ratio_max_dev"] < 1e-5 and row["groups_kept"] == 2 and row["tokens"] > 0
-        assert 0 < row["valid_frac"] < 1 or env == "frozenlake"
         moved += row["grad_norm"] > 0
-    assert rows[0]["ratio_max_dev"] < 1e-5 and moved or rows[0]["zero_var_frac"] == 1
+    assert moved
     if algo == "starpo":
-        assert rows[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and (rows[1]["kl_ref"] > 1e-9 or not moved)
+        assert rows[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl_ref"] > 1e-9
     summary = json.loads((out / "summary.json").read_text())
     assert SUMMARY <= set(summary) and summary["eval_n"] == 3 and summary["iters"] == 2
     assert 0 <= summary["success_random"] <= 1 and 0 < summary["success_optimal"] <= 1
     policy = AutoModelForCausalLM.from_pretrained(out / "checkpoint")
     start = AutoModelForCausalLM.from_pretrained(micro)
     changed = [not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters(), strict=True)]
-    assert any(changed) == bool(moved)
+    assert any(changed)
     assert (out / "checkpoint" / "critic.safetensors").exists() == (estimator != "grpo")
     files = {path.suffix for path in out.rglob("*") if path.is_file()}
     assert files <= {".json", ".jsonl", ".txt", ".safetensors", ".jinja", ".png"}
@@ -216,24 +216,12 @@ def test_n_plus_m_iterations_are_n_then_m(micro, tmp_path, estimator, env, elsew
     assert before["iters"] == 2 and json.loads((parts / "summary.json").read_text())["iters"] == 3
 
 
-@pytest.mark.xfail(strict=True, reason="train.py Run.restore: takes the iteration alone from the checkpoint's state, so after "
-                                       "--resume success_before is that of the resumed weights, not of the start")
-def test_a_resumed_run_still_knows_how_it_began(micro, tmp_path, user, monkeypatch):
-    flags = ["--env", f"{user}:Pick", "--max_turns", 1, "--max_actions", 1]
-    calls = []
-    evaluate = train.evaluate
-
-    def marked(*args, **kwargs):        # successes that differ from call to call
-        batches = evaluate(*args, **kwargs)
-        calls.append(1)
-        for batch in batches:
-            batch.success = torch.arange(len(batch)) < len(calls)
-        return batches
-
-    monkeypatch.setattr(train, "evaluate", marked)
-    run(micro, tmp_path / "run", *flags, "--iters", 1)
+def test_a_resumed_run_still_knows_how_it_began(micro, tmp_path, user):
+    """Its "before" is the model that it started from, not the checkpoint that it went on with."""
+    flags = ["--env", f"{user}:Pick", "--max_turns", 1, "--max_actions", 1, "--lr", 0.05, "--warmup", 0]
+    run(micro, tmp_path / "run", *flags, "--iters", 2)
     before = json.loads((tmp_path / "run" / "summary.json").read_text())
-    train.main(["--resume", str(tmp_path / "run"), "--iters", "2"])
+    train.main(["--resume", str(tmp_path / "run"), "--iters", "3"])
     after = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {k: v for k, v in after.items() if k.startswith(("success_before", "success_random", "success_optimal"))} \
         == {k: v for k, v in before.items() if k.startswith(("success_before", "success_random", "success_optimal"))}
