@@ -69,7 +69,10 @@ def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto"):
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise ValueError(f"--model {name}: neither 'tiny', nor a model folder, nor a hub id within reach "
                          f"({reason})") from None
-    model = model.eval().to(pick_device(device))
+    try:
+        model = model.eval().to(pick_device(device))
+    except (RuntimeError, AssertionError) as error:     # torch knows no such device, or has none
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0][:160]}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token   # only ever a filler behind a row's end: its mask is 0
     if dtype == "auto":
@@ -146,7 +149,7 @@ class ChatFormat:
         ends = getattr(config, "eos_token_id", None)
         declared |= set(ends) if isinstance(ends, (list, tuple)) else {ends}
         declared.discard(None)
-        special = declared | set(tokenizer.all_special_ids)
+        special = declared | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         between = self.encode(between, special=True)
         position = next((i for i, token in enumerate(between) if token in special), None)
         if position is None:

@@ -64,8 +64,6 @@ def test_scores_are_those_of_the_plain_model_on_the_same_ids(tok, make, temperat
         assert len({turn["reply"] for turn in turns}) >= 10
 
 
-@pytest.mark.xfail(strict=True, reason="rollout.py: does not set eval mode, token_logprobs does: a model in train mode samples with "
-                                       "dropout and the ratio is not 1")
 def test_dropout_is_off_even_for_a_model_in_train_mode(tok):
     model = micro_gpt2(tok).train()
     batch = play(model, tok, GROUPS[:3], max_new_tokens=12)
@@ -102,8 +100,6 @@ def windowed(kind, tokenizer):
         }[kind]().eval()
 
 
-@pytest.mark.xfail(strict=True, reason="rollout.py Engine.forward: one mask for all layers, without the window, and logits without "
-                                       "logits_scaling and final_logit_softcapping, all of which starpo.py knows")
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2", "gemma3", "granite"])
 def test_models_with_sliding_windows_and_scaled_logits(tok, kind):
     model = windowed(kind, tok)

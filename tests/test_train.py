@@ -135,9 +135,9 @@ def test_a_run_folder(micro, tmp_path, capsys, algo, estimator, env):
         assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in row.values())
         assert 0 <= row["ratio_max_dev"] < 1e-5 and row["groups_kept"] == 2 and row["tokens"] > 0
         moved += row["grad_norm"] > 0
-    assert moved
+    assert moved or env == "bandit"             # the micro model knows no arm: equal rewards, nothing to learn
     if algo == "starpo":
-        assert rows[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl_ref"] > 1e-9
+        assert rows[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and (rows[1]["kl_ref"] > 1e-9 or env == "bandit")
     summary = json.loads((out / "summary.json").read_text())
     assert SUMMARY <= set(summary) and summary["eval_n"] == 3 and summary["iters"] == 2
     assert 0 <= summary["success_random"] <= 1 and 0 < summary["success_optimal"] <= 1
@@ -481,10 +481,8 @@ BAD = [     # flags, and what the one line must say
     ("--model {bare}", "--model template"),
 ]
 FAILING = {
-    "--max_new_tokens 100000": "train.py: the rollout's ValueError comes after the run folder was made, with a traceback",
-    "--device nonsense": "model.py load_policy: torch.device raises a RuntimeError",
-    "--device cuda:77": "model.py load_policy: AssertionError or RuntimeError where there is no such device",
     "--out {run}/config.json": "train.py: FileExistsError or NotADirectoryError, with a traceback",
+    "--max_new_tokens 100000": "train.py: the rollout's ValueError comes after the run folder was made, with a traceback",
 }
 
 
