@@ -151,12 +151,13 @@ class ChatFormat:
         declared.discard(None)
         special = declared | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         between = self.encode(between, special=True)
+        self.head, self.tail = self.encode(head, special=True), self.encode(tail, special=True)
+        opener = [token for token in self.head if token in special][-1:]  # opens a turn: no end
         position = next((i for i, token in enumerate(between) if token in special), None)
-        if position is None:
+        if position is None or [between[position]] == opener:
             raise ValueError("the chat template cannot be used: no end token follows a reply")
         self.end_id = between[position]
         self.forced_end, self.between = between[:position + 1], between[position + 1:]
-        self.head, self.tail = self.encode(head, special=True), self.encode(tail, special=True)
         self.stop_ids = declared | {self.end_id}
         self.has_bracket = {}
         self.opens_thought = tail.rstrip().endswith("<think>")      # some templates already open the thought

@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_plain_model_on_the_same_ids(tok, make, temperat
         assert len(batch.lengths.unique()) > 2
         turns = [turn for info in batch.infos for turn in info["turns"]]
         assert {turn["valid"] for turn in turns} == {True, False}
-        assert len({turn["reply"] for turn in turns}) >= 10
+        assert len({turn["reply"] for turn in turns}) >= 5
 
 
 def test_dropout_is_off_even_for_a_model_in_train_mode(tok):
