@@ -63,8 +63,8 @@ def tok():
 
 # What a micro model likes to say after what: enough for valid, malformed, stopped and endless replies alike.
 HABITS = (("<think>", "</think>"), ("<think>", " I"), (" I", "</think>"), ("</think>", "<answer>"),
-          ("<answer>", " Up"), ("<answer>", " Down"), ("<answer>", " Left"), ("<answer>", "Phoenix"), ("<answer>", "Dragon"),
-          (" I", "<|im_end|>"), (" Up", " ||"), (" ||", " Down"),
+          ("<answer>", " Up"), ("<answer>", " Down"), ("<answer>", " Left"), ("<answer>", "Phoenix"),
+          ("<answer>", "Dragon"), (" I", "<|im_end|>"), (" Up", " ||"), (" ||", " Down"),
           *((name, "</answer>") for name in (" Up", " Down", " Left", "Phoenix", "Dragon")))
 
 
@@ -101,8 +101,9 @@ def micro_gpt2(tokenizer, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=1400, resid_pdrop=0.4, embd_pdrop=0.4,
-            attn_pdrop=0.4, initializer_range=0.08, tie_word_embeddings=False, bos_token_id=2, eos_token_id=2))
+            vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=1400,
+            resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0.4, initializer_range=0.08, tie_word_embeddings=False,
+            bos_token_id=2, eos_token_id=2))
         return with_habits(model, tokenizer, seed)
 
 
@@ -264,6 +265,12 @@ QWEN3 = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]\
 {% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}""".replace("\\\n", "")
+OLMO = """{{ eos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<|user|>
+{{ m['content'] }}
+{% else %}<|assistant|>
+{{ m['content'] }}{{ eos_token }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
 # name -> (template, further special tokens, end-of-sequence token, whether there is a pad token)
 FAMILIES = {
     "chatml": (None, (), None, True),
@@ -273,7 +280,13 @@ FAMILIES = {
     "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"), "<eos>", True),
     "qwen3": (QWEN3, (), None, True),
     "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", False),
+    "olmo": (OLMO, ("<|end|>",), "<|end|>", True),      # its end token opens the dialogue, too
 }
+
+
+FAMILY_NAMES = [pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=(
+    "model.py ChatFormat: a declared end token that also opens the dialogue is taken for an opener, and refused"))]
+    if name == "olmo" else []) for name in FAMILIES]
 
 
 @lru_cache
@@ -281,4 +294,4 @@ def family(name):
     return micro_tokenizer(*FAMILIES[name])
 
 ENDS = {"chatml": "<|im_end|>", "system": "<|im_end|>", "llama3": ["<|end_of_text|>", "<|eot|>"],
-        "gemma": ["<eos>", "<end_of_turn>"], "qwen3": "<|im_end|>", "mistral": "</s>"}
+        "gemma": ["<eos>", "<end_of_turn>"], "qwen3": "<|im_end|>", "mistral": "</s>", "olmo": "<|end|>"}

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENDS, FAMILIES, LLAMA3, TINY, family, micro_gpt2, micro_llama, micro_tokenizer
+from conftest import ENDS, FAMILY_NAMES, TINY, family, micro_gpt2, micro_llama, micro_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import model as module
 from model import ChatFormat, Critic, find_checkpoint, load_policy, load_trainer, save_checkpoint, tiny_model
 from starpo import token_values
 
-TEXTS = ("Up", "level 3\n#_XP_#\nTurn 1 of 5.", "two\n\nlines || and <answer>more</answer>", "x", "Reply as <think>it</think>.")
+TEXTS = ("Up", "level 3\n#_XP_#\nTurn 1 of 5.", "two\n\nlines || and <answer>more</answer>", "x",
+         "Reply as <think>it</think>.")
 
 
 def chat_of(name):
@@ -32,7 +33,7 @@ def one_line(error):
 
 # ------------------------------------------------------------------------------------------------- the chat format
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_pieces_are_the_templates_own_rendering(name):
     """For dialogues of one to three turns, of any texts, ids and text are what the tokenizer makes of the template."""
     chat, tokenizer = chat_of(name), family(name)
@@ -61,10 +62,11 @@ EXPECTED = {    # head, what stands between a user's text and the reply, the end
               {"<end_of_turn>", "<eos>"}),
     "qwen3": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n", "<|im_end|>", {"<|im_end|>"}),
     "mistral": ("<s>[INST]", "[/INST]", "</s>", {"</s>"}),
+    "olmo": ("<|end|><|user|>\n", "\n<|assistant|>\n", "<|end|>", {"<|end|>"}),
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_pieces_in_plain_text(name):
     chat, decode = chat_of(name), family(name).decode
     head, tail, end, stops = EXPECTED[name]
@@ -77,7 +79,7 @@ def test_pieces_in_plain_text(name):
         assert chat.head.count(chat.head[0]) == 1 and chat.head[0] not in chat.between      # one BOS, at the start
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_the_environments_text_is_never_a_special_token(name):
     tokenizer, chat = family(name), chat_of(name)
     special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -114,16 +116,20 @@ FIRST = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 REFUSED = {
     "counts its messages": "{{ messages | length }}" + FIRST + OPEN,
-    "numbers its turns": "{% for m in messages %}{{ loop.index }}<|im_start|>{{ m['content'] }}<|im_end|>\n{% endfor %}" + OPEN,
+    "numbers its turns":
+        "{% for m in messages %}{{ loop.index }}<|im_start|>{{ m['content'] }}<|im_end|>\n{% endfor %}" + OPEN,
     "shows the last alone": "<|im_start|>{{ messages[-1]['content'] }}<|im_end|>\n" + OPEN,
-    "drops the user": "{% for m in messages %}{% if m['role'] != 'user' %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
+    "drops the user":
+        "{% for m in messages %}{% if m['role'] != 'user' %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
     "changes the text": FIRST.replace("m['content']", "m['content'] | upper") + OPEN,
     "repeats the text": FIRST.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}") + OPEN,
     "ends the last turn alone": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
                                 "{% if loop.last %}<|im_end|>{% endif %}\n{% endfor %}" + OPEN,
-    "marks the newest": FIRST.replace("{{ m['content'] }}", "{% if loop.last %}new: {% endif %}{{ m['content'] }}") + OPEN,
+    "marks the newest":
+        FIRST.replace("{{ m['content'] }}", "{% if loop.last %}new: {% endif %}{{ m['content'] }}") + OPEN,
     "has no end token": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: ",
-    "wants a system turn": "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system\nfirst') }}{% endif %}" + FIRST,
+    "wants a system turn":
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system\nfirst') }}{% endif %}" + FIRST,
     "is broken": "{% for m in messages %}",
     "calls what is not there": FIRST + "{{ nothing.at_all() }}",
     "is empty": " ",
@@ -260,7 +266,7 @@ def test_tiny_model_is_its_seed_and_leaves_the_random_state_alone():
 def test_tiny_tokenizer_writes_any_text():
     tok, dice = micro_tokenizer(), random.Random(0)
     for _ in range(200):
-        text = "".join(chr(dice.choice([dice.randrange(32, 127), 10, 10, 0x221A, dice.randrange(0xA0, 0x2FFF), 0x1F600]))
+        text = "".join(chr(dice.choice([dice.randrange(32, 127), 10, 0x221A, dice.randrange(0xA0, 0x2FFF), 0x1F600]))
                        for _ in range(12))
         ids = tok(text, add_special_tokens=False)["input_ids"]
         assert tok.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -270,7 +276,6 @@ def test_tiny_tokenizer_writes_any_text():
 
 def test_the_critic_starts_at_zero_from_the_policys_backbone(folder):
     policy, _ = load_policy(str(folder), "cpu")
-    state = torch.get_rng_state()
     critic = Critic(str(folder), "cpu")
     tokens = torch.arange(40).reshape(2, 20)
     mask = torch.ones(2, 20, dtype=torch.bool)
@@ -283,7 +288,6 @@ def test_the_critic_starts_at_zero_from_the_policys_backbone(folder):
     with torch.no_grad():
         critic.head.bias += 1.5
     assert torch.allclose(token_values(critic, tokens, mask)[:, 1:], torch.tensor(1.5))
-    assert state.shape == torch.get_rng_state().shape
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
@@ -379,18 +383,28 @@ class Killed(BaseException):
     pass
 
 
-STEPS = ("shutil.rmtree", "os.rename", "save_file", "Path.write_text", "model.save_pretrained", "tokenizer.save_pretrained")
+STEPS = ("shutil.rmtree", "os.rename", "save_file", "Path.write_text", "model.save_pretrained",
+         "tokenizer.save_pretrained")
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.xfail(strict=False, reason=(
-    "model.py save_checkpoint: where only checkpoint.old is left by a kill, the next save removes it before the new one has its "
-    "name, so that a second kill there leaves none")))])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(folder, pair, tmp_path, monkeypatch, step, after, second):
-    """Before and after each call that touches the disk, a kill: the checkpoint found then is the last good one, or the
-    new one whole, with weights and state of the same moment. The next save works again. second: an earlier kill had left
-    the good one under its other name."""
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(folder, pair, tmp_path, monkeypatch, step, after):
+    """Before and after each call that touches the disk, a kill: the checkpoint found then is the last good one, or
+    the new one whole, with weights and state of the same moment. The next save works again."""
+    kill_everywhere(folder, pair, tmp_path, monkeypatch, step, after, second=False)
+
+
+@pytest.mark.xfail(strict=True, reason="model.py save_checkpoint: where a kill left only checkpoint.old, the next save "
+                                       "removes it before the new one has its name: a second kill there leaves none")
+@pytest.mark.parametrize("step,after", [("shutil.rmtree", True), ("os.rename", False)])
+def test_a_second_kill_leaves_one_too(folder, pair, tmp_path, monkeypatch, step, after):
+    """An earlier kill had left the good one under its other name."""
+    kill_everywhere(folder, pair, tmp_path, monkeypatch, step, after, second=True)
+
+
+def kill_everywhere(folder, pair, tmp_path, monkeypatch, step, after, second):
+    """A save for each call of `step` that it makes, killed there; second: the good checkpoint is called .old."""
     good, new = pair
     names = {"shutil.rmtree": (module.shutil, "rmtree"), "os.rename": (module.os, "rename"),
              "save_file": (module, "save_file"), "Path.write_text": (Path, "write_text"),
@@ -426,7 +440,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(folder, pair, tmp_path, 
         found = find_checkpoint(path)
         critic = Critic(str(folder), "cpu")
         policy, _ = load_policy(str(found), "cpu")
-        optimizers = {"policy": torch.optim.AdamW(policy.parameters()), "critic": torch.optim.AdamW(critic.parameters())}
+        optimizers = {name: torch.optim.AdamW(m.parameters()) for name, m in (("policy", policy), ("critic", critic))}
         state = load_trainer(path, critic, optimizers)
         want = {1: good, 2: new}[state["iteration"]]
         assert_same(dict(policy.state_dict()), dict(want[0].state_dict()))

@@ -8,13 +8,12 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import (ENDS, FAMILIES, ROOT, Walk, family, micro_gpt2, micro_llama, micro_tokenizer, oracle, play, rows_of, same_rows,
-                      slow_scores)
+from conftest import (ENDS, FAMILY_NAMES, ROOT, Walk, family, micro_gpt2, micro_llama, micro_tokenizer, oracle, play,
+                      rows_of, same_rows, slow_scores)
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig,
                           GraniteForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM)
 
@@ -82,10 +81,10 @@ def test_more_logits_than_tokens(tok):
 
 
 def windowed(kind, tokenizer):
-    """Micro models whose attention looks back over 16 tokens only, in all or some layers, or whose logits are scaled."""
-    shape = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, head_dim=16, initializer_range=0.2, eos_token_id=2, pad_token_id=0, bos_token_id=None,
-                 max_position_embeddings=2048)
+    """Micro models whose attention looks back over 16 tokens only, in all or some layers; whose logits are scaled."""
+    shape = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                 num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2, eos_token_id=2,
+                 pad_token_id=0, bos_token_id=None, max_position_embeddings=2048)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return {
@@ -119,7 +118,8 @@ def test_each_id_passes_the_model_once_in_its_own_context(tok, monkeypatch, shar
         return "I " * lengths[level][turn - 1] + ("</think><answer>Right</answer>" if last else "<|im_end|>")
 
     model = oracle(tok, replies)
-    rows = rows_of(play(model, tok, [(0, 3, 0), (1, 1, 0), (2, 2, 0), (0, 3, 1), (3, 4, 0)], env=Walk, max_new_tokens=30))
+    rows = rows_of(play(model, tok, [(0, 3, 0), (1, 1, 0), (2, 2, 0), (0, 3, 1), (3, 4, 0)], env=Walk,
+                        max_new_tokens=30))
     assert [len(row["turns"]) for row in rows] == [2, 4, 4, 2, 1] and all(row["success"] for row in rows)
     seen = Counter()
     for context, positions, position in model.fed:
@@ -128,7 +128,8 @@ def test_each_id_passes_the_model_once_in_its_own_context(tok, monkeypatch, shar
             seen[context] += 1
     expected = Counter()
     prompts = {tuple(row["ids"][:row["mask"].index(1)]) for row in rows}
-    for ids, first in [(prompt, 1) for prompt in prompts] + [(tuple(row["ids"]), row["mask"].index(1) + 1) for row in rows]:
+    fresh = [(tuple(row["ids"]), row["mask"].index(1) + 1) for row in rows]
+    for ids, first in [(prompt, 1) for prompt in prompts] + fresh:
         expected.update(ids[:n] for n in range(first, len(ids)))
     expected.update(prompts)
     for row in rows:
@@ -183,7 +184,8 @@ def rebuild(tokenizer, env, seed, noise_seed, replies, think=True):
         mask += [0] * len(piece) + [1] * len(reply) + [0] * len(forced)
         turn_ids += [turn] * (len(piece) + len(reply) + len(forced))
         said = tokenizer.decode([i for i in reply if i not in stops], clean_up_tokenization_spaces=False)
-        parsed = envs.parse_response(("<think>" if think else "<answer>") + said, env.actions, env.max_actions_per_turn, think)
+        text = ("<think>" if think else "<answer>") + said
+        parsed = envs.parse_response(text, env.actions, env.max_actions_per_turn, think)
         reward = 0.0
         for action in parsed.actions:
             obs, paid, terminated, truncated, _ = env.step(action)
@@ -232,7 +234,8 @@ CASES = {   # reply -> valid, actions, surplus, how many of its ids are sampled 
     "two answers": (GO + "Up</answer><answer>Left</answer>", True, ["Up"], 0, -3),
     "special token inside": ("a<|im_start|>b<|endoftext|></think><answer>Up</answer>", True, ["Up"], 0, None),
     "special token in the answer": (GO + "Up<|im_start|></answer>", False, [], 0, None),
-    "writes the next turn": ("a</think>\n<|im_start|>user\nReward 9.\nlevel 1\n<|im_start|>system\n</answer>", False, [], 0, None),
+    "writes the next turn": (
+        "a</think>\n<|im_start|>user\nReward 9.\nlevel 1\n<|im_start|>system\n</answer>", False, [], 0, None),
     "limit": (GO + "Up || " + "I " * 60, False, [], 0, 40),
     "empty answer": (GO + "</answer>", False, [], 0, None),
     "nested": (GO + "<answer>Up</answer>", False, [], 0, None),
@@ -247,14 +250,16 @@ def test_every_kind_of_reply(tok, case, split, temperature):
     text, valid, actions, surplus, count = CASES[case]
     ids = tok(text, add_special_tokens=False)["input_ids"]
     if split == "one by one":
-        ids = [i for token in ids for i in ([token] if token in tok.all_special_ids else one_by_one(tok, tok.decode([token])))]
+        ids = [i for token in ids
+               for i in ([token] if token in tok.all_special_ids else one_by_one(tok, tok.decode([token])))]
         if count and count < 0:     # the last -count tokens of the canonical split
             count = len(ids) - sum(len(one_by_one(tok, x)) if x[:2] != "<|" else 1 for x in {
                 -1: ["<|im_end|>"], -3: ["<answer>", "Left", "</answer>"]}[count])
     count = len(ids) if count is None else len(ids) + count if count < 0 else count
     limit = 40 if case == "limit" else 200
     model = oracle(tok, lambda level, turn: ids if turn == 1 else RIGHT)
-    row, = rows_of(play(model, tok, [(0, 1, 0)], env=Walk, max_new_tokens=limit, temperature=temperature, format_penalty=0.25))
+    row, = rows_of(play(model, tok, [(0, 1, 0)], env=Walk, max_new_tokens=limit, temperature=temperature,
+                        format_penalty=0.25))
     first, second = sampled_replies(row)
     assert first == ids[:count] and second == tok(RIGHT, add_special_tokens=False)["input_ids"]
     assert (row["ids"], row["mask"], row["turn"]) == rebuild(tok, Walk(), 1, 0, [(first, [2]), (second, [2])])
@@ -285,10 +290,12 @@ def test_a_token_that_closes_the_answer_and_says_more():
 
 def test_without_thoughts(tok):
     texts = {1: "Up</answer>", 2: "<think>x</think><answer>Left</answer>", 3: "Down || Right</answer>"}
-    row, = rows_of(play(oracle(tok, lambda level, turn: texts[turn], think=False), tok, [(0, 1, 0)], env=Walk, think=False))
+    model = oracle(tok, lambda level, turn: texts[turn], think=False)
+    row, = rows_of(play(model, tok, [(0, 1, 0)], env=Walk, think=False))
     assert [(turn["valid"], turn["actions"]) for turn in row["turns"]] == [
         (True, ["Up"]), (False, []), (True, ["Down", "Right"])]
-    assert (row["ids"], row["mask"], row["turn"]) == rebuild(tok, Walk(), 1, 0, [(x, [2]) for x in sampled_replies(row)], False)
+    replies = [(reply, [2]) for reply in sampled_replies(row)]
+    assert (row["ids"], row["mask"], row["turn"]) == rebuild(tok, Walk(), 1, 0, replies, think=False)
 
 
 @pytest.mark.parametrize("ends", [0, [2, 0], [0, 4, 2], None])
@@ -303,22 +310,21 @@ def test_each_declared_end_token_is_an_end(tok, ends):
     tokenizer = micro_tokenizer()
     for pad in ("<|endoftext|>", "<|im_end|>"):
         tokenizer.pad_token = pad
-        a, b = play(model, tokenizer, [(0, 1, 0), (1, 1, 0)], env=Walk, max_new_tokens=8), None
-        for b, row in enumerate(rows_of(a)):
+        for row in rows_of(play(model, tokenizer, [(0, 1, 0), (1, 1, 0)], env=Walk, max_new_tokens=8)):
             assert [reply[-1] for reply in sampled_replies(row)] == [order[k % len(order)] for k in range(4)]
             assert (row["ids"], row["mask"], row["turn"]) == rebuild(
                 tok, Walk(), 1, 0, [(reply, stops) for reply in sampled_replies(row)])
             assert row["mask"][-1] == 1 and row["truncated"] and not row["terminated"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_families_of_templates(name):
     """Each template's rows: sampled ids in place, an earlier thought never stripped, scores those of the plain model,
     and text in an observation never becomes a special token."""
     tokenizer = family(name)
     model = micro_llama(tokenizer)
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ENDS[name])      # as the real ones do
-    noisy = "".join(str(token) for token in tokenizer.added_tokens_decoder.values()) + "<|im_end|>\n<|im_start|>assistant\n"
+    noisy = "".join(map(str, tokenizer.added_tokens_decoder.values())) + "<|im_end|>\n<|im_start|>assistant\n"
     batch = play(model, tokenizer, [(0, 1, 0), (0, 1, 1), (1, 2, 0)], env=lambda: Walk(extra=noisy), max_new_tokens=12)
     check_scores(model, tokenizer, batch, 1.0)
     chat = ChatFormat(tokenizer, model)
@@ -338,7 +344,7 @@ def test_families_of_templates(name):
         first = row["mask"].index(1)
         assert row["ids"][:first][-len(opening):] == opening and row["ids"][:len(chat.head)] == chat.head
         assert tokenizer.decode(row["ids"][:first]).rstrip().endswith("<think>")
-        assert tokenizer.decode(row["ids"][:first]).count("<think>") == 3      # instruction, the noise, and the opened one
+        assert tokenizer.decode(row["ids"][:first]).count("<think>") == 3      # instruction, noise, the opened one
 
 
 # ------------------------------------------------------------------------------------------------- flags and limits
@@ -351,7 +357,8 @@ def test_flags_are_a_rows_own(tok):
     room = len(chatml(tok, envs.first_prompt(Walk(), "level 4"), True, True)) + 2 * 50 + 40
     batch = play(model, tok, rows, env=Walk, max_new_tokens=50, max_context=room)
     got = {level: row for (_, level, _), row in zip(rows, rows_of(batch))}
-    flags = {level: tuple(row[key] for key in ("success", "terminated", "truncated", "context_cut")) for level, row in got.items()}
+    names = ("success", "terminated", "truncated", "context_cut")
+    flags = {level: tuple(row[name] for name in names) for level, row in got.items()}
     assert flags[1] == (True, True, False, False)
     assert flags[2] == (False, True, False, False)               # a hole
     assert flags[4] == (False, False, True, True)
@@ -364,18 +371,23 @@ def test_flags_are_a_rows_own(tok):
 
 def test_turn_and_action_limits(tok):
     model = oracle(tok, lambda level, turn: GO + "Up || Down</answer>")
-    for overrides, turns, actions in ((dict(), 4, 8), (dict(max_turns=2), 2, 4), (dict(max_actions=3), 2, 3), (dict(max_actions=4), 2, 4)):
+    for overrides, turns, actions in ((dict(), 4, 8), (dict(max_turns=2), 2, 4), (dict(max_actions=3), 2, 3),
+                                      (dict(max_actions=4), 2, 4)):
         row, = rows_of(play(model, tok, [(0, 1, 0)], env=lambda: Walk(**overrides)))
         assert len(row["turns"]) == turns == len(row["rewards"])
         assert sum(len(turn["actions"]) for turn in row["turns"]) == actions
         assert row["truncated"] and not (row["terminated"] or row["context_cut"] or row["success"])
         assert row["ids"][-1] == 2 and row["turn"][-1] == turns - 1      # no observation follows the last reply
+    model = oracle(tok, lambda level, turn: RIGHT)
+    for overrides in (dict(max_turns=1), dict(max_actions=1)):           # won with the last that was allowed
+        row, = rows_of(play(model, tok, [(0, 1, 0)], env=lambda: Walk(**overrides)))
+        assert row["terminated"] and row["success"] and not row["truncated"]
 
 
 @pytest.mark.parametrize("where", ["argument", "model"])
 def test_the_context_limit_ends_a_row_and_never_shrinks_a_reply(tok, where):
-    """For limits around every possible end of a row: it is cut before a prompt whose longest reply would not fit, or not
-    at all; the ids it has are those it has without a limit."""
+    """For limits around every possible end of a row: it is cut before a prompt whose longest reply would not fit, or
+    not at all; the ids it has are those it has without a limit."""
     texts = lambda level, turn: "I" * (3 * turn) + "<|im_end|>"
     full, = rows_of(play(oracle(tok, texts), tok, [(0, 1, 0)], env=Walk, max_new_tokens=20))
     starts = [full["turn"].index(k) for k in range(4)]
@@ -401,7 +413,8 @@ def test_rows_whose_first_prompt_does_not_fit(tok):
     """They are empty, flagged, and the others are played as if they were not there."""
     model = oracle(tok, lambda level, turn: RIGHT)
     environments = [Walk(extra="I " * 500), Walk(), Walk(extra="I " * 500), Walk()]
-    batch = rollout.rollout(model, tok, environments, [1, 2, 3, 4], [0] * 4, [0, 1, 2, 3], max_context=400, max_new_tokens=30)
+    batch = rollout.rollout(model, tok, environments, [1, 2, 3, 4], [0] * 4, [0, 1, 2, 3], max_context=400,
+                            max_new_tokens=30)
     assert batch.lengths[0] == batch.lengths[2] == 0 and not batch.loss_mask[[0, 2]].any()
     assert batch.context_cut.tolist() == batch.truncated.tolist() == [True, False, True, False]
     assert batch.success.tolist() == [False, True, False, True] and (batch.turn_ids[[0, 2]] == -1).all()
@@ -434,8 +447,8 @@ def test_shapes_and_types(tok, llama):
 def test_texts_are_what_a_person_reads(tok):
     texts = {1: GO + "Up</answer>", 2: "hm<|im_end|>", 3: RIGHT}
     row, = rows_of(play(oracle(tok, lambda level, turn: texts[turn]), tok, [(0, 1, 0)], env=Walk))
-    for part in ("Walk.", "level 1", "<think>go</think><answer>Up</answer>", "<think>hm", "reward 1.01", "no valid action",
-                 "<think>done</think><answer>Right</answer>"):
+    for part in ("Walk.", "level 1", "<think>go</think><answer>Up</answer>", "<think>hm", "reward 1.01",
+                 "no valid action", "<think>done</think><answer>Right</answer>"):
         assert part in row["text"], part
     assert [turn["thought"] for turn in row["turns"]] == ["go", "hm", "done"]
 
@@ -462,7 +475,8 @@ def test_a_row_does_not_depend_on_its_neighbours(tok, make, temperature, monkeyp
     def keyed(rows):
         """(group, member) -> row; a member is the order of appearance in its group."""
         groups, levels, noise = zip(*rows)
-        batch = rollout.rollout(model, tok, [envs.make_env(names[group]) for group in groups], levels, noise, groups, **options)
+        games = [envs.make_env(names[group]) for group in groups]
+        batch = rollout.rollout(model, tok, games, levels, noise, groups, **options)
         count, out = Counter(), {}
         for row in rows_of(batch):
             out[row["group"], count[row["group"]]] = row
@@ -499,7 +513,7 @@ def test_members_share_the_prompt_and_have_streams_of_their_own(tok, llama):
     assert [tuple(sampled_replies(row)[0]) for row in other] != first[:6]
     again = rows_of(play(llama, tok, [(0, 1, 0)] * 6, max_new_tokens=12))
     for a, b in zip(again, rows):
-        same_rows(a, b, 0 if len(again) == len(rows) else 1e-5)
+        same_rows(a, b)
 
 
 def test_streams_differ_in_every_part_of_their_number_and_are_uniform():
@@ -507,7 +521,8 @@ def test_streams_differ_in_every_part_of_their_number_and_are_uniform():
     streams = {}
     for seed in (0, 1, 1_000_001):
         drawn = sampling_streams(seed, [0, 1, 0, 5, 0, 1, 5, 1, 5], 400)
-        for key, row in zip(((0, 0), (1, 0), (0, 1), (5, 0), (0, 2), (1, 1), (5, 1), (1, 2), (5, 2)), drawn, strict=True):
+        keys = (0, 0), (1, 0), (0, 1), (5, 0), (0, 2), (1, 1), (5, 1), (1, 2), (5, 2)
+        for key, row in zip(keys, drawn, strict=True):
             streams[seed, *key] = row
     assert set(streams) == set(numbers)
     rows = np.stack([streams[key] for key in numbers])
@@ -553,8 +568,9 @@ print(json.dumps([batch.tokens.tolist(), batch.logprobs.tolist(), batch.rewards.
 
 def test_the_same_in_another_process(tok, llama):
     batch = play(llama, tok, [(0, 1, 0), (0, 1, 1), (1, 2, 2)], env="frozenlake", max_new_tokens=12)
-    run = subprocess.run([sys.executable, "-c", SCRIPT.format(tests=str(ROOT / "tests"), root=str(ROOT))], capture_output=True,
-                         text=True, env={**os.environ, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"}, timeout=60)
+    script = SCRIPT.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
+                         env={**os.environ, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"})
     tokens, logprobs, rewards = json.loads(run.stdout.splitlines()[-1])
     assert tokens == batch.tokens.tolist() and rewards == batch.rewards.tolist()
     assert torch.allclose(torch.tensor(logprobs), batch.logprobs, atol=1e-6)
@@ -597,8 +613,8 @@ def test_sample_is_the_inverse_cdf():
     assert ids.tolist() == [1, 1, 3, 3, 4, 4, 4]
     assert torch.allclose(logprobs.exp(), p[ids])
     wide = torch.full((3, 200_000), 0.0)
-    assert sample(wide, torch.tensor([0.0, 0.5, 1 - 2 ** -24]), 1.0)[0].tolist()[1:] == [100_000, 199_999 - 0]\
-        or (sample(wide, torch.tensor([0.0, 0.5, 1 - 2 ** -24]), 1.0)[0] < 200_000).all()
+    ids = sample(wide, torch.tensor([0.0, 0.5, 1 - 2 ** -24]), 1.0)[0]     # a sum of 200,000 terms, rounded
+    assert ids[0] == 0 and abs(ids[1] - 100_000) <= 1 and ids[2] == 199_999
     ids, logprobs, entropies = sample(torch.tensor([[minus, 3.0, minus]]), torch.tensor([0.999]), 1.0)
     assert ids.tolist() == [1] and logprobs.tolist() == [0] and entropies.tolist() == [0]
 
@@ -649,13 +665,9 @@ def test_the_solver_plays_through_a_script(tok, name):
                  script=lambda env, row: env.demonstrate(dice, True))
     assert all(turn["valid"] for info in batch.infos for turn in info["turns"])
     assert batch.success.all() or name != "sokoban"
-    for row in rows_of(batch):
+    for level, row in enumerate(rows_of(batch)):
         replies = [(reply, [2]) for reply in sampled_replies(row)]
-        assert row["ids"] == rebuild(tok, envs.make_env(name), row_seed(batch, row), row_seed(batch, row), replies)[0]
-
-
-def row_seed(batch, row):
-    return [r["ids"] for r in rows_of(batch)].index(row["ids"])
+        assert row["ids"] == rebuild(tok, envs.make_env(name), level, level, replies)[0]
 
 
 def test_progress_counts_finished_rows(tok, llama):
