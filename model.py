@@ -10,7 +10,7 @@ characters, a stripped thought or a cut action list make the trained ids differ 
 ids are appended, and the mask is known.
 
 In reading order: load_policy, ChatFormat, Critic, save_checkpoint / load_checkpoint, and the built-in tiny
-model (its tokenizer, its architecture), 1.2 M parameters that live in tiny/ and need no download.
+model (its tokenizer, its architecture), 1.1 M parameters that live in tiny/ and need no download.
 
     python model.py             # describes the tiny model and tokenizes a prompt
     python model.py --rebuild   # makes tiny/ again from nothing, by supervised training
@@ -154,7 +154,7 @@ class ChatFormat:
         self.head, self.tail = self.encode(head, special=True), self.encode(tail, special=True)
         opener = [token for token in self.head if token in special][-1:]  # opens a turn: no end
         position = next((i for i, token in enumerate(between) if token in special), None)
-        if position is None or [between[position]] == opener:
+        if position is None or [between[position]] == opener and between[position] not in declared:
             raise ValueError("the chat template cannot be used: no end token follows a reply")
         self.end_id = between[position]
         self.forced_end, self.between = between[:position + 1], between[position + 1:]
@@ -236,8 +236,8 @@ def save_checkpoint(folder, model, tokenizer, critic=None, optimizers: dict | No
                         for slot, value in slots.items()}
     save_file(moments, new / "optimizers.safetensors")
     (new / "trainer.json").write_text(json.dumps(state or {}, indent=1))
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
     os.rename(new, folder)                          # until here `old` is the good one: find_checkpoint
     shutil.rmtree(old, ignore_errors=True)

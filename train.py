@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 
 from envs import make_env, random_success
-from model import Critic, find_checkpoint, load_policy, load_trainer, save_checkpoint
+from model import Critic, context_length, find_checkpoint, load_policy, load_trainer, save_checkpoint
 from results.plot import draw_run
 from rollout import Trajectories, rollout
 from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, token_logprobs,
@@ -261,11 +261,9 @@ def show(rate: float | None, n: int) -> str:
 def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float | None]:
     """Success of uniform valid actions over the whole budget, and of the best policy, on the evaluation
     levels."""
-    env, chance, best = make(cfg, name), [], []
-    for seed in range(SPLITS[cfg.eval_split], SPLITS[cfg.eval_split] + cfg.eval_n):
-        chance.append(random_success(env, seed))
-        env.reset(seed)
-        best.append(env.optimal_success())
+    env, first = make(cfg, name), SPLITS[cfg.eval_split]
+    chance = [random_success(env, seed) for seed in range(first, first + cfg.eval_n)]
+    best = [env.reset(seed) and env.optimal_success() for seed in range(first, first + cfg.eval_n)]
     return tuple(None if None in x else sum(x) / len(x) for x in (chance, best))
 
 
@@ -443,14 +441,14 @@ def validate(cfg: Config) -> Config:
         if value is None or allowed is None:
             continue
         if not (value in allowed if isinstance(allowed, list) else allowed[0] <= value <= allowed[1]):
-            kind = "one of" if isinstance(allowed, list) else "within"
-            raise ValueError(f"--{field.name} {value}: must be {kind} {allowed}")
+            raise ValueError(f"--{field.name} {value}: must be in {allowed}")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
         raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
         raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an "
                          "episode alone has nothing to be compared with)")
-    if not (cfg.resume or cfg.eval_only) and (Path(cfg.out) / "metrics.jsonl").exists():
+    used = Path(cfg.out).is_file() or (Path(cfg.out) / "metrics.jsonl").exists()
+    if used and not (cfg.resume or cfg.eval_only):
         raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
     for name in {*cfg.env.split(","), *cfg.eval_envs.split(",")}:
         try:
@@ -466,6 +464,8 @@ def main(argv: list[str] | None = None) -> dict:
         cfg = configure(sys.argv[1:] if argv is None else argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype)
+        rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
+                max_context=context_length(model), script=lambda env, row: "")    # is there room for a reply?
         training = cfg.algo != "sft" and not cfg.eval_only
         critic = Critic(cfg.model, cfg.device, cfg.dtype) if training and cfg.estimator != "grpo" else None
         reference = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if training and cfg.kl_coef else None

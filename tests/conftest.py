@@ -284,9 +284,7 @@ FAMILIES = {
 }
 
 
-FAMILY_NAMES = [pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=(
-    "model.py ChatFormat: a declared end token that also opens the dialogue is taken for an opener, and refused"))]
-    if name == "olmo" else []) for name in FAMILIES]
+FAMILY_NAMES = list(FAMILIES)
 
 
 @lru_cache
