@@ -9,7 +9,7 @@ assistant's tokens by counting control tokens. Text does not survive that trip: 
 characters, a stripped thought or a cut action list make the trained ids differ from the sampled ones. Here
 ids are appended, and the mask is known.
 
-In reading order: load_policy, ChatFormat, Critic, save_checkpoint / load_checkpoint, and the built-in tiny
+In reading order: load_policy, ChatFormat, Critic, save_checkpoint / load_trainer, and the built-in tiny
 model (its tokenizer, its architecture), 1.1 M parameters that live in tiny/ and need no download.
 
     python model.py             # describes the tiny model and tokenizes a prompt

@@ -205,6 +205,17 @@ def test_the_filter_keeps_a_share_of_the_groups(micro, tmp_path):
     assert all(row["groups_kept"] == 2 and row["optimizer_steps"] == 3 for row in rows)       # 2 groups of 3, in twos
 
 
+def test_defaults_tuned_for_a_game_give_way_to_flags_and_other_algorithms():
+    """On tiny, StarPO-S keeps half of FrozenLake's groups at a smaller step; every flag, algorithm or model has its own way."""
+    tuned = train.resolve(Config(env="frozenlake"))
+    assert (tuned.keep, tuned.lr, tuned.clip_ratio_high, tuned.kl_coef) == (0.5, 1e-4, 0.28, 0)
+    flagged = train.resolve(Config(env="frozenlake", keep=0.25, lr=3e-4))
+    assert (flagged.keep, flagged.lr) == (0.25, 3e-4)
+    vanilla = train.resolve(Config(env="frozenlake", algo="starpo"))
+    assert (vanilla.keep, vanilla.lr) == (1.0, 3e-4)
+    assert train.resolve(Config(env="frozenlake", model="folder")).keep == train.resolve(Config(env="sokoban")).keep == 0.25
+
+
 def test_the_learning_rate_rises_to_its_value(micro, tmp_path):
     """With a warmup the first step is a small one; Adam's first step is the learning rate, whatever the gradient."""
     start = load_file(f"{micro}/model.safetensors")
