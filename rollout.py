@@ -208,7 +208,8 @@ def sample(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float):
         cdf = probs.to(exact).cumsum(-1)
         ids = torch.searchsorted(cdf, uniforms[:, None].to(exact) * cdf[:, -1:], right=True).squeeze(-1)
         ids = ids.clamp(max=logits.shape[-1] - 1)
-    return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1), torch.special.entr(probs).sum(-1)
+    entropies = -(probs * logprobs.clamp(min=MASKED)).sum(-1)           # 0 log 0 = 0
+    return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1), entropies
 
 
 def sampling_streams(sample_seed: int, group_ids: list[int], length: int) -> np.ndarray:

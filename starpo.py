@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 STD_THRESHOLD = 1e-6      # a group's rewards are equal, no signal, if their std <= this * (1 + |mean|)
-ROW_WIDTH = 4096          # positions of a packed row, which the backbone sees at once
+ROW_WIDTH = 2048          # positions of a packed row, which the backbone sees at once
 LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
 PREFIX = -1               # the "member" of packed positions that all members of a block share
 
@@ -209,7 +209,7 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
 # ----------------------------------------------------------------------------- packing and masked log-probs
 Layout = namedtuple("Layout", "ids position block member pieces row column")
 
-def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
+def pack(tokens, loss_mask, group_ids=None, width=None):
     """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
 
     tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
@@ -229,7 +229,7 @@ def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
     groups = defaultdict(list)
     for b, key in enumerate(range(B) if group_ids is None else torch.as_tensor(group_ids).tolist()):
         groups[key] += [b] if used[b] else []
-    width = max(width, *used, 1)
+    width = max(width or ROW_WIDTH, *used, 1)
     ids, position = torch.zeros(2, B, width, dtype=torch.long)
     block, member = (-1 - torch.arange(width)).repeat(B, 1), torch.full((B, width), PREFIX)
     row, column = torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long)
@@ -320,11 +320,11 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
 def score_chunk(model, hidden, targets, temperature, with_entropy, vocab_size):
     """hidden (n, D), targets (n,) -> their log-probs (n,), and the entropies (n,) or None, in float32."""
     logits, config = model.get_output_embeddings()(hidden).float(), model.config.get_text_config()   # (n, V)
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)               # Granite
-    cap = getattr(config, "final_logit_softcapping", None)                           # Gemma 2
-    logits = torch.tanh(logits / cap) * cap if cap else logits
-    logits = logits / (temperature or 1.0)       # temperature 0 means greedy: scored at temperature 1
-    if vocab_size is not None:                   # more logits than the tokenizer has ids
+    cap, scale = getattr(config, "final_logit_softcapping", None), temperature or 1.0    # 0, greedy: as at 1
+    logits = torch.tanh(logits / cap) * cap if cap else logits                       # Gemma 2
+    scale = scale * (getattr(config, "logits_scaling", None) or 1.0)                 # Granite
+    logits = logits if scale == 1 else logits / scale
+    if vocab_size is not None and vocab_size < logits.shape[1]:     # more logits than the tokenizer has ids
         beyond = torch.arange(logits.shape[1], device=logits.device) >= vocab_size
         logits = logits.masked_fill(beyond, -math.inf)
     log_z = logits.logsumexp(dim=1, keepdim=True)
@@ -470,7 +470,7 @@ def explained_variance(values, returns, loss_mask):
     return 1 - float(((error - error.mean()) ** 2).sum()) / spread if spread > 1e-12 else 0.0
 
 def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=None, critic_optimizer=None,
-           old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=4096,
+           old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=2048,
            clip_ratio_low=0.2, clip_ratio_high=0.28, value_clip=None, kl_coef=0.0, kl_in_loss=False,
            entropy_coef=0.0, token_mean=False, temperature=1.0, vocab_size=None, max_grad_norm=1.0,
            shuffle_seed=0, supervised=False):

@@ -17,6 +17,8 @@ of an update: 6 x non-embedding parameters per token processed + 6 x vocabulary 
 head is applied to; what attention and recomputation cost is not counted, so the share is a lower bound.
 """
 import argparse
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -67,6 +69,9 @@ def peak_memory(work, device) -> float:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)                # memory that was freed goes back to the system
     done, before = threading.Event(), resident()
     with ThreadPoolExecutor(1) as pool:
         peak = pool.submit(lambda: max(itertools.takewhile(
@@ -173,11 +178,13 @@ def texts_of(batch, tokenizer, model) -> list[list[str]]:
 
 # --------------------------------------------------------------------------------------------- table
 
-def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int) -> dict:
+def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turns: int = 0) -> dict:
     model, tokenizer = load_policy(name)
     device, shape = model.device, SHAPES.get(name, SHAPES["other"])
     rate = matmul_rate(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    if turns:
+        shape = shape | {"turns": turns}
     times = {key: [] for key in ("rollout", "rollout_baseline", "update", "update_baseline")}
     model.generate(torch.tensor([[1, 2]], device=device), max_new_tokens=2, pad_token_id=0)     # warm
     for repeat in range(repeats + 1):                   # the first, with another seed, warms up
@@ -236,10 +243,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro_batch", type=int, default=4, help="rows of a padded micro-batch")
     parser.add_argument("--minibatch_size", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=0, help="turns an episode (0: as above)")
     parser.add_argument("--threads", type=int, default=0)
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads or torch.get_num_threads())
-    found = measure(flags.model, flags.repeats, flags.micro_batch, flags.minibatch_size)
+    found = measure(flags.model, flags.repeats, flags.micro_batch, flags.minibatch_size, flags.turns)
     for key, value in found.items():
         print(f"{key:44s} {value if isinstance(value, (str, int)) else format(value, '.4g')}")
     if flags.json:
