@@ -621,7 +621,7 @@ def test_chunked_logits_give_the_same_scores_and_gradients(monkeypatch):
     batch, results = dialogues(0), []
     for elements in (starpo.LOGITS_ELEMENTS, VOCAB * 7):
         monkeypatch.setattr(starpo, "LOGITS_ELEMENTS", elements)
-        monkeypatch.setattr(starpo, "FORWARD_TOKENS", elements // 4)
+        monkeypatch.setattr(starpo, "ROW_WIDTH", elements // 4)
         model = micro_llama()
         logprobs, entropy = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids, 0.8, True)
         (logprobs.sum() - entropy.sum()).backward()
