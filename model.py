@@ -22,7 +22,6 @@ import json
 import os
 import random
 import shutil
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -52,17 +51,17 @@ def pick_device(device: str = "auto") -> torch.device:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, short enough for one line."""
+    """What an error says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def read_model(name: str = "tiny"):
     """Read all of a model but its weights: what cannot work is said before gigabytes are loaded.
 
-    name: "tiny", a local folder or a hub id. Returns (model, tokenizer); the model is on torch's meta
-    device, so it has shapes and no numbers. Of its generation config only the end tokens are kept: top_k,
-    penalties and the like have no say in RL, and transformers refuses to save some of them. No remote code
-    is run. Raises ValueError with one line when model, tokenizer or chat template cannot be used.
+    name as in load_policy. Returns (model, tokenizer); the model is on torch's meta device, so it has
+    shapes and no numbers. Of its generation config only the end tokens are kept: top_k, penalties and the
+    like have no say in RL, and transformers refuses to save some of them. No remote code is run. Raises
+    ValueError with one line when model, tokenizer or chat template cannot be used.
     """
     path = str(TINY) if name == "tiny" else name
     if name == "tiny" and not (TINY / "config.json").exists():
@@ -105,14 +104,14 @@ def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto", l
     Returns (model, tokenizer), the model in eval() mode: with dropout on, the probability ratio would not
     start at 1. Raises ValueError with one line, of read_model, or when weights or device cannot be used.
     """
-    plan, tokenizer = read_model(name)
+    shape, tokenizer = read_model(name)
     try:
         place = torch.empty(0, device=pick_device(device)).device
     except (RuntimeError, AssertionError) as error:     # torch knows no such device, or has none
         raise ValueError(f"--device {device}: {first_line(error)}") from None
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            plan.name_or_path, config=plan.config, generation_config=plan.generation_config,
+            shape.name_or_path, config=shape.config, generation_config=shape.generation_config,
             dtype=torch.float32, output_loading_info=True)
     except Exception as error:
         raise ValueError(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from None
@@ -165,8 +164,7 @@ class LoRA(nn.Module):
 
         y = W x + b + scale * B A x        scale = alpha / rank
 
-    A (rank, in) is random, B (out, rank) zero at first.
-    """
+    A (rank, in) is random, B (out, rank) zero at first."""
 
     def __init__(self, base: nn.Module, rank: int, generator: torch.Generator):
         super().__init__()
@@ -187,19 +185,17 @@ class LoRA(nn.Module):
 
 def add_lora(model: nn.Module, rank: int) -> None:
     """Freeze a model and give every linear layer of its blocks (attention and MLP) a LoRA of this rank, in
-    place. It computes what it did until the first step; embeddings, norms and head stay as they are.
-
-    rank: usual 8..64 (paper, appendix D: 64, with ten times the learning rate). Raises ValueError where
-    there is no such layer.
+    place. It computes what it did until the first step; embeddings, norms and head stay as they are. rank:
+    usual 8..64 (paper, appendix D: 64, with ten times the learning rate). Raises ValueError where there is
+    no such layer.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)        # its own: global random state stays untouched
-    layers = [(name, layer) for name, layer in model.base_model.named_modules()
-              if isinstance(layer, (nn.Linear, Conv1D))]
-    if not layers:
+    for name, layer in list(model.base_model.named_modules()):
+        if isinstance(layer, (nn.Linear, Conv1D)):
+            model.base_model.set_submodule(name, LoRA(layer, rank, generator))
+    if not has_lora(model):
         raise ValueError(f"--lora_rank {rank}: a {type(model).__name__} has no linear layers to change")
-    for name, layer in layers:
-        model.base_model.set_submodule(name, LoRA(layer, rank, generator))
 
 
 def trainable(module: nn.Module) -> dict:
@@ -225,6 +221,10 @@ def merged_weights(model: nn.Module) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------- chat format
+
+# Some templates (Llama 3.2) write today's date; this goes before them, as a run must not depend on the day.
+SAME_DAY = "{% macro strftime_now(format) %}01 Jan 2025{% endmacro +%}"
+
 
 class ChatFormat:
     """The id pieces of a chat template, cut out once.
@@ -278,10 +278,9 @@ class ChatFormat:
         """Texts of user, assistant, user, ... as the template writes them, up to where the next reply
         begins."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        # A run does not depend on the day, so a template that writes today's date gets always the same one.
         return self.tokenizer.apply_chat_template(
             roles, tokenize=False, add_generation_prompt=True, enable_thinking=self.think,
-            strftime_now=date(2025, 1, 1).strftime)
+            chat_template=SAME_DAY + self.tokenizer.get_chat_template())
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Ids of a piece of text; special tokens written in it are plain text unless `special`.
@@ -331,7 +330,8 @@ class Critic(nn.Module):
         super().__init__()
         model, _ = load_policy(policy_name, device, dtype, lora_rank)
         self.backbone = model.base_model
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        width = model.config.get_text_config().hidden_size      # skip_init: no draw from the global state
+        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.eval()
