@@ -434,7 +434,7 @@ def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int,
         backbone, head = model.base_model, config.hidden_size + 1
         numbers["critic"] = count(backbone.parameters()) + 3 * count(trainable(backbone).values()) + 4 * head
     if reference:
-        numbers["reference"] = weights
+        numbers["reference"] = weights - trained * has_lora(model)      # without LoRA
     memory = {name: 4 * n / 2**30 for name, n in numbers.items()}
     slots = rows * longest * config.num_hidden_layers
     memory["KV cache"] = slots * kv_heads * head_dim * 2 * cache_bytes / 2**30

@@ -841,7 +841,8 @@ def test_half_a_billion_parameters_are_planned_without_any(half_billion):
     half = memory_plan(model, **sizes, cache_bytes=2, reference=True)
     assert half["KV cache"] == pytest.approx(kv / 2) and half["reference"] == plan["weights"]
     add_lora(model, 64)
-    small = memory_plan(model, **sizes, critic=True)
+    small = memory_plan(model, **sizes, critic=True, reference=True)
+    assert small["reference"] == plan["weights"] < small["weights"]
     assert small["trained"] == 35_192_832
     assert small["optimizer"] == pytest.approx(2 * 35_192_832 * 4 / 2**30)
     assert small["critic"] == pytest.approx((494_032_768 + 4 * (35_192_832 + 897)) * 4 / 2**30)
