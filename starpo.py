@@ -18,11 +18,12 @@ import math
 from collections import defaultdict, namedtuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 STD_THRESHOLD = 1e-6      # a group's rewards are equal, no signal, if their std <= this * (1 + |mean|)
-ROW_WIDTH = 3             # packed rows of 3 x hidden size: attention costs half of the matrices
-FORWARD_TOKENS = 16384    # positions the backbone sees at once
+ROW_WIDTH = 4096          # positions of a packed row, which the backbone sees at once
 LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
 PREFIX = -1               # the "member" of packed positions that all members of a block share
 
@@ -206,17 +207,18 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
     return whiten(advantages, mask), returns
 
 # ----------------------------------------------------------------------------- packing and masked log-probs
-Layout = namedtuple("Layout", "ids position block member row column")
+Layout = namedtuple("Layout", "ids position block member pieces row column")
 
-def pack(tokens, loss_mask, group_ids=None, width=1024):
+def pack(tokens, loss_mask, group_ids=None, width=ROW_WIDTH):
     """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
 
     tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
     is the longest run of ids common to a group's members before any member's first sampled token: ids are
     compared, group_ids is a mere hint. Ids are read up to the last sampled one, which is only predicted.
     Returns on the CPU: ids (R, L); position (R, L) in the trajectory; block (R, L), a number for a prefix and
-    its tails, for padding one each; member (R, L), the trajectory of a tail, or PREFIX; row (B,) and
-    column (B, T), where ids stand (row -1: nothing sampled). Raises ValueError if a first id is sampled.
+    its tails, for padding one each; member (R, L), the trajectory of a tail, or PREFIX; pieces, R lists of
+    (length, number of its prefix's piece); row (B,) and column (B, T), where ids stand (row -1: nothing
+    sampled). Raises ValueError if a first id is sampled.
     """
     tokens, sampled = tokens.cpu(), loss_mask.bool().cpu()
     if sampled[:, :1].any():
@@ -231,7 +233,7 @@ def pack(tokens, loss_mask, group_ids=None, width=1024):
     ids, position = torch.zeros(2, B, width, dtype=torch.long)
     block, member = (-1 - torch.arange(width)).repeat(B, 1), torch.full((B, width), PREFIX)
     row, column = torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long)
-    r, c, longest = -1, width, 0                                 # packed row, its next free column
+    r, c, longest, cuts = -1, width, 0, []                       # packed row, its next free column
     for members in (groups[key] for key in sorted(groups) if groups[key]):
         run = tokens[members, :int(first[members].min())]
         shared = int((run == run[:1]).all(dim=0).long().cumprod(dim=0).sum())
@@ -240,14 +242,16 @@ def pack(tokens, loss_mask, group_ids=None, width=1024):
             pieces = [(shared, used[b], b)]                      # the tail
             if prefix_at is None or c + used[b] - shared > width:
                 r, c = (r + 1, 0) if c + used[b] > width else (r, c)
-                prefix_at, pieces = c, [(0, shared, PREFIX)] + pieces
+                cuts += [[]] if r == len(cuts) else []
+                prefix_at, number, pieces = c, len(cuts[r]), [(0, shared, PREFIX)] + pieces
             for start, stop, who in pieces:
                 at, c = torch.arange(c, c + stop - start), c + stop - start
                 ids[r, at], position[r, at] = tokens[b, start:stop], torch.arange(start, stop)
                 block[r, at], member[r, at] = prefix_at, who
+                cuts[r].append((stop - start, number))
             column[b, :shared] = torch.arange(prefix_at, prefix_at + shared)
             column[b, shared:used[b]], row[b], longest = at, r, max(longest, c)
-    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), row, column)
+    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), cuts, row, column)
 
 def attention_mask(block, member, position, dtype, window=None):
     """Which keys j a query i may see; (R, L) each -> additive (R, 1, L, L): 0, or the dtype's minimum."""
@@ -259,6 +263,34 @@ def attention_mask(block, member, position, dtype, window=None):
         see = see & (position[:, :, None] - position[:, None, :] < window)
     return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[:, None]
 
+class SkipMasked(TorchFunctionMode):
+    """While open, attention over a packed row is computed piece by piece: a prefix on itself, a tail on its
+    prefix and itself. torch's kernels would score all L x L pairs, also those that the mask rules out. It
+    changes no result; a model that does not call scaled_dot_product_attention goes without.
+
+    pieces: Layout.pieces of the row."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.lengths, prefixes, self.masks = [length for length, _ in pieces], [p for _, p in pieces], {}
+        self.near = [[p, i] if p != i else [i] for i, p in enumerate(prefixes)]      # what piece i attends to
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not scaled_dot_product_attention or (kwargs or {}).get("attn_mask") is None:
+            return function(*args, **(kwargs or {}))
+        return self.attend(*args, **kwargs)
+
+    def attend(self, query, key, value, attn_mask, **options):
+        """query (1, H, L, D), key, value likewise, attn_mask (1, 1, L, L) -> (1, H, L, D)."""
+        if id(attn_mask) not in self.masks:                           # cut once a mask, not once a layer
+            across = [rows.split(self.lengths, dim=3) for rows in attn_mask.split(self.lengths, dim=2)]
+            self.masks[id(attn_mask)] = [torch.cat([row[j] for j in near], dim=3)
+                                         for row, near in zip(across, self.near)]
+        q, k, v = (x.split(self.lengths, dim=2) for x in (query, key, value))
+        return torch.cat([scaled_dot_product_attention(
+            q[i], torch.cat([k[j] for j in near], 2), torch.cat([v[j] for j in near], 2),
+            attn_mask=self.masks[id(attn_mask)][i], **options) for i, near in enumerate(self.near)], dim=2)
+
 def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """The hidden states that predict the sampled tokens (N, D), and the tokens' rows and columns in (B, T).
 
@@ -266,23 +298,22 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    layout = pack(tokens, loss_mask, group_ids, ROW_WIDTH * config.hidden_size)
+    layout = pack(tokens, loss_mask, group_ids)
     b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
     order = layout.row[b].argsort(stable=True)
     b, t = b[order], t[order]
     r, c = layout.row[b], layout.column[b, t - 1]   # the causal shift: t is predicted where t - 1 is read
     hidden = []
-    step = max(1, FORWARD_TOKENS // max(1, layout.ids.shape[1]))
-    for low in range(0, len(layout.ids), step):
-        ids, position, block, member = (x[low:low + step].to(weight.device) for x in layout[:4])
+    for row, pieces in enumerate(layout.pieces):
+        L = sum(length for length, _ in pieces)     # row by row: no padding goes through the model
+        ids, position, block, member = (x[row:row + 1, :L].to(weight.device) for x in layout[:4])
         mask = attention_mask(block, member, position, weight.dtype, window)
         if kinds and window:                        # Gemma and others: a mask for each type of layer
             full = attention_mask(block, member, position, weight.dtype)
             mask = {"full_attention": full, "sliding_attention": mask}
-        out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-        here = (low <= r) & (r < low + step)
-        at = (r[here] - low).to(weight.device), c[here].to(weight.device)
-        hidden.append(out.last_hidden_state[at])
+        with SkipMasked(pieces):
+            out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
+        hidden.append(out.last_hidden_state[0, c[r == row].to(weight.device)])
     hidden = torch.cat(hidden) if hidden else weight.new_zeros(0, config.hidden_size)
     return hidden, b.to(weight.device), t.to(weight.device)
 
@@ -394,19 +425,17 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
 
 # --------------------------------------------------------------------------------------------------- update
-def minibatches(tokens, loss_mask, group_ids, width, epochs, size, tokens_per_micro_batch, token_mean, seed):
+def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
-    Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that pack into no more than
-    tokens_per_micro_batch positions, or into one packed row."""
+    Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that fill one packed row of
+    tokens_per_micro_batch positions (or more, if one trajectory needs more)."""
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
-    width = min(width, tokens_per_micro_batch)
     for _ in range(epochs if len(rows) else 0):
         shuffled = rows[torch.randperm(len(rows), generator=generator)]
         for chosen in shuffled.tensor_split(math.ceil(len(rows) / size)):
             inside = torch.isin(torch.arange(len(tokens)), chosen)[:, None]
-            layout = pack(tokens[chosen], loss_mask[chosen], group_ids[chosen], width)
-            part = layout.row // max(1, tokens_per_micro_batch // layout.ids.shape[1])
+            part = pack(tokens[chosen], loss_mask[chosen], group_ids[chosen], tokens_per_micro_batch).row
             yield loss_weights(loss_mask & inside, token_mean), [chosen[part == i] for i in part.unique()]
 
 def step_or_skip(optimizer, max_grad_norm=1.0):
@@ -441,7 +470,7 @@ def explained_variance(values, returns, loss_mask):
     return 1 - float(((error - error.mean()) ** 2).sum()) / spread if spread > 1e-12 else 0.0
 
 def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=None, critic_optimizer=None,
-           old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=8192,
+           old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=4096,
            clip_ratio_low=0.2, clip_ratio_high=0.28, value_clip=None, kl_coef=0.0, kl_in_loss=False,
            entropy_coef=0.0, token_mean=False, temperature=1.0, vocab_size=None, max_grad_norm=1.0,
            shuffle_seed=0, supervised=False):
@@ -452,11 +481,11 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
     tokens_per_micro_batch is for memory alone. supervised: logprobs count as the old ones: w A grad log pi.
     Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
     (more than rounding is a bug). With nothing sampled, one step counts as skipped."""
-    device, width = next(policy.parameters()).device, ROW_WIDTH * policy.config.get_text_config().hidden_size
+    device = next(policy.parameters()).device
     ids, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
     log, critic_log, deviations = [], [], [0.0]
-    for weights, parts in minibatches(ids, masks, group_ids, width, epochs, minibatch_size,
-                                      tokens_per_micro_batch, token_mean, shuffle_seed):
+    for weights, parts in minibatches(ids, masks, group_ids, epochs, minibatch_size, tokens_per_micro_batch,
+                                      token_mean, shuffle_seed):
         count, seen, critic_seen = int(masks[torch.cat(parts)].sum()), defaultdict(float), defaultdict(float)
         for part in parts:
             tokens, mask, w, old, advantage, ref, old_value, target = (

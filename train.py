@@ -97,7 +97,7 @@ class Config:
     eval_split: str = option("test", "tune: other levels, to choose settings by", ["test", "tune"])
     eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", (0, 10**9))
     save_every: int = option(50, "iterations between checkpoints (0: only at the end)", (0, 10**9))
-    tokens_per_micro_batch: int = option(8192, "tokens a pass, bounds memory", (1, 10**9))
+    tokens_per_micro_batch: int = option(4096, "tokens a pass, bounds memory", (1, 10**9))
     device: str = option("auto", "auto (cuda, mps, cpu) or a torch device")
     dtype: str = option("auto", "of the forward pass", ["auto", "float32", "bfloat16"])
     threads: int = option(0, "CPU threads (0: torch's choice)", (0, 10**9))

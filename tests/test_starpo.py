@@ -832,7 +832,7 @@ def test_minibatches_are_shuffled_and_nearly_equal():
 
     def split(size, seed, epochs=1):
         rows = (batch.tokens, masks, batch.group_ids)
-        plan = list(starpo.minibatches(*rows, 96, epochs, size, 64, False, seed))
+        plan = list(starpo.minibatches(*rows, epochs, size, 64, False, seed))
         for weights, parts in plan:
             assert abs(float(weights.sum()) - 1) < 1e-6
             assert sorted(torch.cat(parts).tolist()) == weights.sum(1).nonzero()[:, 0].tolist()
