@@ -9,8 +9,8 @@ assistant's tokens by counting control tokens. Text does not survive that trip: 
 characters, a stripped thought or a cut action list make the trained ids differ from the sampled ones. Here
 ids are appended, and the mask is known.
 
-In reading order: load_policy, ChatFormat, Critic, save_checkpoint / load_trainer, and the built-in tiny
-model (its tokenizer, its architecture), 1.1 M parameters that live in tiny/ and need no download.
+In reading order: read_model, load_policy, LoRA, ChatFormat, Critic, save_checkpoint / load_trainer,
+memory_plan, and the built-in tiny model: 1.1 M parameters that live in tiny/ and need no download.
 
     python model.py             # describes the tiny model and tokenizes a prompt
     python model.py --rebuild   # makes tiny/ again from nothing, by supervised training
@@ -28,8 +28,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast)
+from torch.nn.functional import linear
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()                              # one bar of our own is enough
@@ -47,42 +50,81 @@ def pick_device(device: str = "auto") -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto"):
-    """Load a causal language model and its tokenizer.
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
-    name: "tiny", a local folder or a hub id. device: "auto" or anything torch knows. dtype: what the
-    forward pass computes in; "auto" is float32 on CPU and MPS and bfloat16 on CUDA. The weights themselves
-    are float32 whatever the file holds: at the learning rates of RL, bfloat16 weights would round most
-    updates away.
 
-    Returns (model, tokenizer), the model in eval() mode: with dropout on, the probability ratio would not
-    start at 1. Raises ValueError with one line when the folder or its chat template cannot be used. No
-    remote code is run.
+def read_model(name: str = "tiny"):
+    """Read all of a model but its weights: what cannot work is said before gigabytes are loaded.
+
+    name as in load_policy. Returns (model, tokenizer); the model is on torch's meta device, so it has
+    shapes and no numbers. Of its generation config only the end tokens are kept: top_k, penalties and the
+    like have no say in RL, and transformers refuses to save some of them. No remote code is run. Raises
+    ValueError with one line when model, tokenizer or chat template cannot be used.
     """
     path = str(TINY) if name == "tiny" else name
     if name == "tiny" and not (TINY / "config.json").exists():
         raise ValueError(f"--model tiny: {TINY} holds no config.json (python model.py --rebuild makes it)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        declared = {"eos_token_id": getattr(config.get_text_config(), "eos_token_id", None)}
+        declared |= json.loads(Path(file).read_text()) if file else {}
     except Exception as error:          # whatever is in that folder, the flag is what to look at
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise ValueError(f"--model {name}: neither 'tiny', nor a model folder, nor a hub id within reach "
-                         f"({reason})") from None
-    try:
-        model = model.eval().to(pick_device(device))
-    except (RuntimeError, AssertionError) as error:     # torch knows no such device, or has none
-        raise ValueError(f"--device {device}: {str(error).splitlines()[0][:160]}") from None
+                         f"({first_line(error)})") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token   # only ever a filler behind a row's end: its mask is 0
+    try:
+        if config.is_encoder_decoder:
+            raise ValueError(f"{config.model_type} is an encoder-decoder, not a causal language model")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.generation_config = GenerationConfig(
+            eos_token_id=declared["eos_token_id"], bos_token_id=tokenizer.bos_token_id,
+            pad_token_id=tokenizer.pad_token_id)
+        highest, rows = ChatFormat(tokenizer, model).highest_id(), len(model.get_input_embeddings().weight)
+        if highest >= rows:
+            raise ValueError(f"the tokenizer has ids up to {highest}, the model's embedding {rows} rows")
+    except Exception as error:          # transformers' own message where it has no such model
+        raise ValueError(f"--model {name}: {first_line(error)}") from None
+    return model, tokenizer
+
+
+def load_policy(name: str = "tiny", device: str = "auto", dtype: str = "auto", lora_rank: int = 0):
+    """Load a causal language model and its tokenizer.
+
+    name: "tiny", a local folder or a hub id. device: "auto" or anything torch knows. dtype: what the
+    forward pass computes in; "auto" is float32 on CPU and MPS and bfloat16 on CUDA. The weights themselves
+    are float32 whatever the file holds: at the learning rates of RL, bfloat16 weights would round most
+    updates away. lora_rank: 0 trains all weights, else see add_lora.
+
+    Returns (model, tokenizer), the model in eval() mode: with dropout on, the probability ratio would not
+    start at 1. Raises ValueError with one line, of read_model, or when weights or device cannot be used.
+    """
+    shape, tokenizer = read_model(name)
+    try:
+        place = torch.empty(0, device=pick_device(device)).device
+    except (RuntimeError, AssertionError) as error:     # torch knows no such device, or has none
+        raise ValueError(f"--device {device}: {first_line(error)}") from None
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            shape.name_or_path, config=shape.config, generation_config=shape.generation_config,
+            dtype=torch.float32, output_loading_info=True)
+    except Exception as error:
+        raise ValueError(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from None
+    if report["missing_keys"]:          # transformers would go on with random numbers
+        raise ValueError(f"--model {name}: its files lack the weights {sorted(report['missing_keys'])[0]} "
+                         f"and {len(report['missing_keys']) - 1} more")
+    if lora_rank:
+        add_lora(model, lora_rank)
+    model = model.eval().to(place)
     if dtype == "auto":
-        dtype = "bfloat16" if model.device.type == "cuda" else "float32"
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
     if dtype != "float32":
         autocast_forward(model, getattr(torch, dtype))
-    try:
-        ChatFormat(tokenizer, model)                # an unusable template is refused now
-    except ValueError as error:
-        raise ValueError(f"--model {name}: {error}") from None
     return model, tokenizer
 
 
@@ -112,7 +154,77 @@ def cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
 
 
+# ----------------------------------------------------------------------------------------------------- LoRA
+
+LORA_ALPHA = 64         # RAGEN's, which uses rank 64: there the change is B A, unscaled
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer plus a trainable change of low rank (arXiv 2106.09685):
+
+        y = W x + b + scale * B A x        scale = alpha / rank
+
+    A (rank, in) is random, B (out, rank) zero at first."""
+
+    def __init__(self, base: nn.Module, rank: int, generator: torch.Generator):
+        super().__init__()
+        self.base, self.scale, self.transposed = base, LORA_ALPHA / rank, isinstance(base, Conv1D)    # GPT-2
+        n_out, n_in = base.weight.T.shape if self.transposed else base.weight.shape
+        start = torch.randn(rank, n_in, generator=generator) / n_in ** 0.5
+        self.A = nn.Parameter(start.to(base.weight))
+        self.B = nn.Parameter(base.weight.new_zeros(n_out, rank))
+
+    def forward(self, x):
+        return self.base(x) + linear(linear(x, self.A), self.B) * self.scale
+
+    def merged(self) -> torch.Tensor:
+        """The weight of the one linear layer that computes the same."""
+        change = self.B @ self.A * self.scale
+        return self.base.weight + (change.T if self.transposed else change)
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """Freeze a model and give every linear layer of its blocks (attention and MLP) a LoRA of this rank, in
+    place. It computes what it did until the first step; embeddings, norms and head stay as they are. rank:
+    usual 8..64 (paper, appendix D: 64, with ten times the learning rate). Raises ValueError where there is
+    no such layer.
+    """
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)        # its own: global random state stays untouched
+    for name, layer in list(model.base_model.named_modules()):
+        if isinstance(layer, (nn.Linear, Conv1D)):
+            model.base_model.set_submodule(name, LoRA(layer, rank, generator))
+    if not has_lora(model):
+        raise ValueError(f"--lora_rank {rank}: a {type(model).__name__} has no linear layers to change")
+
+
+def trainable(module: nn.Module) -> dict:
+    """Name -> parameter of what an optimizer changes: with LoRA the factors (and a critic's head)."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether add_lora has changed this model."""
+    return any(isinstance(layer, LoRA) for layer in model.modules())
+
+
+def merged_weights(model: nn.Module) -> dict:
+    """The state dict of the plain architecture, every LoRA merged into its layer; the model is untouched."""
+    weights = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRA):
+            del weights[f"{name}.A"], weights[f"{name}.B"], weights[f"{name}.base.weight"]
+            weights[f"{name}.weight"] = layer.merged().detach()
+            if layer.base.bias is not None:
+                weights[f"{name}.bias"] = weights.pop(f"{name}.base.bias")
+    return weights
+
+
 # ---------------------------------------------------------------------------------------------- chat format
+
+# Some templates (Llama 3.2) write today's date; this goes before them, as a run must not depend on the day.
+SAME_DAY = "{% macro strftime_now(format) %}01 Jan 2025{% endmacro +%}"
+
 
 class ChatFormat:
     """The id pieces of a chat template, cut out once.
@@ -125,10 +237,11 @@ class ChatFormat:
     The pieces are found by rendering [user, reply, user] with dummy texts and cutting around the dummies. A
     template that does not render every turn alike is refused (ValueError). The environment's text is
     encoded with special tokens as plain text, so that an observation cannot end a turn or open another.
+    think: what a template that asks is told; without, some (Qwen3) put an empty thought before a reply.
     """
 
-    def __init__(self, tokenizer, model=None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, model=None, think: bool = True):
+        self.tokenizer, self.think = tokenizer, think
         user, reply, later, reply2, last = (f"Dummy{i}text" for i in range(5))
         try:
             short = self.render([user])
@@ -139,8 +252,7 @@ class ChatFormat:
             stable = short == head + user + tail and self.render([user, reply, later, reply2, last]) == (
                 head + user + opening + reply + between + later + opening + reply2 + between + last + tail)
         except Exception as error:                      # templates are programs: anything may come out
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-            raise ValueError(f"the chat template cannot be used: {reason}") from None
+            raise ValueError(f"the chat template cannot be used: {first_line(error)}") from None
         if not stable:
             raise ValueError("the chat template cannot be used: it does not render every turn alike")
 
@@ -150,8 +262,8 @@ class ChatFormat:
         declared |= set(ends) if isinstance(ends, (list, tuple)) else {ends}
         declared.discard(None)
         special = declared | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        between = self.encode(between, special=True)
-        self.head, self.tail = self.encode(head, special=True), self.encode(tail, special=True)
+        between, self.tail = self.encode(between, special=True), self.encode(tail, special=True)
+        self.head = tokenizer(head, add_special_tokens=False)["input_ids"]      # alone begins a text
         opener = [token for token in self.head if token in special][-1:]  # opens a turn: no end
         position = next((i for i, token in enumerate(between) if token in special), None)
         if position is None or [between[position]] == opener and between[position] not in declared:
@@ -166,11 +278,26 @@ class ChatFormat:
         """Texts of user, assistant, user, ... as the template writes them, up to where the next reply
         begins."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        return self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            roles, tokenize=False, add_generation_prompt=True, enable_thinking=self.think,
+            chat_template=SAME_DAY + self.tokenizer.get_chat_template())
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a piece of text; special tokens written in it are plain text unless `special`."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        """Ids of a piece of text; special tokens written in it are plain text unless `special`.
+
+        A piece stands within a dialogue, but tokenizers of the SentencePiece kind put a blank before what
+        they take for the start of a text. So it is encoded behind a newline, which is then cut off.
+        """
+        plain = lambda text: self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        newline, whole = plain("\n"), plain("\n" + text)
+        return whole[len(newline):] if whole[:len(newline)] == newline else plain(text)
+
+    def highest_id(self) -> int:
+        """The highest id that a dialogue can have: of special tokens, only the template's own get into it."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        ordinary = set(self.tokenizer.get_vocab().values()) - special
+        return max(ordinary | {*self.head, *self.tail, *self.between, *self.forced_end})
 
     def first(self, text: str) -> list[int]:
         """Ids from the dialogue's start to where the first reply begins."""
@@ -196,13 +323,15 @@ class ChatFormat:
 
 class Critic(nn.Module):
     """A value function: a backbone of its own, started from the policy's weights, and a scalar head that
-    starts at zero (so the first values are 0 and the first GAE advantages are the plain returns)."""
+    starts at zero (so the first values are 0 and the first GAE advantages are the plain returns). With LoRA
+    the head is still trained in full."""
 
-    def __init__(self, policy_name: str, device: str = "auto", dtype: str = "auto"):
+    def __init__(self, policy_name: str, device: str = "auto", dtype: str = "auto", lora_rank: int = 0):
         super().__init__()
-        model, _ = load_policy(policy_name, device, dtype)
+        model, _ = load_policy(policy_name, device, dtype, lora_rank)
         self.backbone = model.base_model
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        width = model.config.get_text_config().hidden_size      # skip_init: no draw from the global state
+        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.eval()
@@ -214,21 +343,24 @@ def save_checkpoint(folder, model, tokenizer, critic=None, optimizers: dict | No
                     state: dict | None = None) -> None:
     """Write an ordinary Hugging Face folder, plus the trainer's state, in one atomic step.
 
-    optimizers: name -> torch optimizer. state: a JSON object (the next iteration and the like). A new
-    folder is written beside the old one and renamed over it, so that a kill at any moment leaves one that
-    is whole. Raises FloatingPointError, and writes nothing, when a weight is not finite: a broken model
-    never replaces a good one.
+    optimizers: name -> torch optimizer. state: a JSON object (the next iteration and the like). With LoRA
+    the folder's weights are the merged ones, and the factors lie beside them, to resume from. A new folder
+    is written beside the old one and renamed over it, so that a kill at any moment leaves one that is
+    whole. Raises FloatingPointError, and writes nothing, when a weight is not finite: a broken model never
+    replaces a good one.
     """
-    folder = Path(folder)
-    for module in (model, critic):
-        if module is not None and not all(torch.isfinite(p).all() for p in module.parameters()):
-            raise FloatingPointError(f"non-finite weights: {folder} keeps the last good checkpoint")
+    folder, weights = Path(folder), merged_weights(model)       # a non-finite factor spoils its product
+    heads = [] if critic is None else critic.parameters()
+    if not all(torch.isfinite(x).all() for x in (*weights.values(), *heads)):
+        raise FloatingPointError(f"non-finite weights: {folder} keeps the last good checkpoint")
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
-    model.save_pretrained(new)
+    model.save_pretrained(new, state_dict=weights)
     tokenizer.save_pretrained(new)
-    if critic is not None:
-        save_file({k: v.contiguous() for k, v in critic.state_dict().items()}, new / "critic.safetensors")
+    for name, module in (("critic", critic), ("lora", model if has_lora(model) else None)):
+        if module is not None:
+            save_file({key: p.detach().contiguous() for key, p in trainable(module).items()},
+                      new / f"{name}.safetensors")
     moments = {}
     for name, optimizer in (optimizers or {}).items():
         for index, slots in optimizer.state_dict()["state"].items():
@@ -253,12 +385,19 @@ def find_checkpoint(folder) -> Path:
     raise ValueError(f"no checkpoint in {folder.parent}")
 
 
-def load_trainer(folder, critic=None, optimizers: dict | None = None) -> dict:
-    """Put a checkpoint's critic and optimizer moments back; returns the trainer's state. Reads safetensors
-    and JSON only."""
+def load_trainer(folder, critic=None, optimizers: dict | None = None, model=None) -> dict:
+    """Put a checkpoint's critic, optimizer moments and, where `model` has them, LoRA factors back; returns
+    the trainer's state. Reads safetensors and JSON only.
+
+    load_policy loads a policy without LoRA from the folder, but one with LoRA from where it started: the
+    folder's weights are merged, and no factor can be taken out of a sum again.
+    """
     folder = find_checkpoint(folder)
-    if critic is not None:
-        critic.load_state_dict(load_file(folder / "critic.safetensors"))
+    for name, module in (("critic", critic), ("lora", model if model and has_lora(model) else None)):
+        if module is not None:
+            stored = load_file(folder / f"{name}.safetensors")
+            for key, p in trainable(module).items():
+                p.data.copy_(stored[key])
     moments = load_file(folder / "optimizers.safetensors")
     for name, optimizer in (optimizers or {}).items():
         whole = optimizer.state_dict()
@@ -268,6 +407,38 @@ def load_trainer(folder, critic=None, optimizers: dict | None = None) -> dict:
                 whole["state"].setdefault(int(index), {})[slot] = value
         optimizer.load_state_dict(whole)
     return json.loads((folder / "trainer.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------ what a run needs
+
+def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int, shown_tokens: int,
+                critic: bool = False, reference: bool = False, cache_bytes: int = 4) -> dict:
+    """What an iteration takes at most: counts (int) and memory in GiB (float), by what it is for.
+
+    model: of read_model, with add_lora where LoRA is wanted; no weights are needed. rows: episodes an
+    iteration. shown_tokens: what one episode is shown, headers and observations of all its turns.
+    cache_bytes: a number's in the KV cache, 2 in bfloat16; all else is float32. The cache may grow half as
+    large again, and activations come on top (tokens_per_micro_batch bounds them).
+    """
+    config = model.config.get_text_config()
+    count = lambda parameters: sum(p.numel() for p in parameters)
+    weights, trained = count(model.parameters()), count(trainable(model).values())
+    longest = min(shown_tokens + turns * max_new_tokens, context_length(model) or 1 << 60)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plan = {"parameters": weights, "trained": trained, "tokens shown, a row": min(shown_tokens, longest),
+            "tokens sampled, a row": min(turns * max_new_tokens, longest),
+            "tokens, an iteration": rows * longest}
+    numbers = {"weights": weights, "gradients": trained, "optimizer": 2 * trained}
+    if critic:                          # a second backbone, and a scalar head; each like the policy's
+        backbone, head = model.base_model, config.hidden_size + 1
+        numbers["critic"] = count(backbone.parameters()) + 3 * count(trainable(backbone).values()) + 4 * head
+    if reference:
+        numbers["reference"] = weights - trained * has_lora(model)      # without LoRA
+    memory = {name: 4 * n / 2**30 for name, n in numbers.items()}
+    slots = rows * longest * config.num_hidden_layers
+    memory["KV cache"] = slots * kv_heads * head_dim * 2 * cache_bytes / 2**30
+    return plan | memory | {"together": sum(memory.values())}
 
 
 # -------------------------------------------------------------------------------------- built-in tiny model

@@ -1,5 +1,6 @@
 """What tests/test_rollout.py, test_model.py and test_train.py share: micro models, tokenizers, a model whose every id
 is dictated, a small game, and an independent loop that scores a row one id at a time."""
+import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # the tests need no network
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -293,3 +295,140 @@ def family(name):
 
 ENDS = {"chatml": "<|im_end|>", "system": "<|im_end|>", "llama3": ["<|end_of_text|>", "<|eot|>"],
         "gemma": ["<eos>", "<end_of_turn>"], "qwen3": "<|im_end|>", "mistral": "</s>", "olmo": "<|end|>"}
+
+
+# --------------------------------------------------------------------- templates and shapes as they are published
+
+QWEN25 = """{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+{%- else %}
+    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" \
+and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+""".replace("\\\n", "")
+QWEN3_HYBRID = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set reasoning_content = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+QWEN35 = QWEN3_HYBRID.replace("""    {%- if enable_thinking is defined and enable_thinking is false %}
+""", """    {%- if enable_thinking is defined and enable_thinking is true %}
+        {{- '<think>\n' }}
+    {%- else %}
+""")
+LLAMA32 = """{{- '<|begin|>' }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{{- "<|start_header|>system<|end_header|>\n\nCutting Knowledge Date: December 2023\nToday Date: " + date_string }}
+{{- "\n\n<|eot|>" }}
+{%- for message in messages %}
+    {{- '<|start_header|>' + message['role'] + '<|end_header|>\n\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header|>assistant<|end_header|>\n\n' }}
+{%- endif %}
+"""
+ZEPHYR = """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+
+def metaspace_tokenizer(template):
+    """Of the SentencePiece kind (Llama 2, TinyLlama): blanks are part of a token, and one is put before a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(
+        vocab_size=460, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=[chr(i) for i in (*range(32, 127), 10)],
+        show_progress=False))
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>",
+                                   chat_template=template, clean_up_tokenization_spaces=False)
+
+
+GEMMA_TOKENS, LLAMA_TOKENS = FAMILIES["gemma"][1], FAMILIES["llama3"][1]
+# name -> (how to make the tokenizer, the config class of the model, end tokens in generation_config.json)
+PUBLISHED = {
+    "qwen2.5": (lambda: micro_tokenizer(QWEN25), Qwen2Config, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3": (lambda: micro_tokenizer(QWEN3_HYBRID), Qwen3Config, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3.5": (lambda: micro_tokenizer(QWEN35), Qwen3Config, ["<|im_end|>", "<|endoftext|>"]),
+    "llama3.2": (lambda: micro_tokenizer(LLAMA32, LLAMA_TOKENS, "<|eot|>", pad=False), LlamaConfig,
+                 ["<|end_of_text|>", "<|eot|>"]),
+    "gemma2": (lambda: micro_tokenizer(GEMMA, GEMMA_TOKENS, "<eos>"), Gemma2Config, ["<eos>", "<end_of_turn>"]),
+    "mistral": (lambda: micro_tokenizer(*FAMILIES["mistral"][:3], pad=False), LlamaConfig, "</s>"),
+    "zephyr": (lambda: metaspace_tokenizer(ZEPHYR), LlamaConfig, "</s>"),
+    "gpt2": (micro_tokenizer, GPT2Config, "<|im_end|>"),
+}
+
+
+def published(name, folder, extra=24):
+    """A random model of a published family in a folder, with more logits than tokens and a generation config that wants
+    everything otherwise."""
+    make, config, ends = PUBLISHED[name]
+    tokenizer = make()
+    shape = dict(vocab_size=len(tokenizer) + extra, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
+                 bos_token_id=None, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False)
+    if config is GPT2Config:
+        shape |= dict(n_embd=64, n_layer=2, n_head=4, n_positions=1400, resid_pdrop=0.4)
+    else:
+        shape |= dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=16, max_position_embeddings=2048)
+    if config is Gemma2Config:
+        shape |= dict(sliding_window=16, query_pre_attn_scalar=16)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config(**shape)).eval()
+    if name != "zephyr":                    # whose tokens are others
+        with_habits(model, tokenizer)
+    ends = tokenizer.convert_tokens_to_ids(ends if isinstance(ends, list) else [ends])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (Path(folder) / "generation_config.json").write_text(json.dumps(dict(
+        eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=-1, top_k=1, top_p=0.1, temperature=0.0,
+        repetition_penalty=9.0, max_length=3, min_new_tokens=5, do_sample=False, num_return_sequences=4,
+        suppress_tokens=ends, forced_eos_token_id=ends[0], cache_implementation="nope")))
+    return str(folder)

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENDS, FAMILY_NAMES, TINY, family, micro_gpt2, micro_llama, micro_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import (ENDS, FAMILY_NAMES, PUBLISHED, TINY, Walk, family, micro_gpt2, micro_llama, micro_tokenizer, oracle,
+                      play, published, rows_of, slow_scores)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, BartConfig, CLIPConfig, Qwen2Config, Qwen2ForCausalLM,
+                          T5Config)
 
+import envs
 import model as module
-from model import ChatFormat, Critic, find_checkpoint, load_policy, load_trainer, save_checkpoint, tiny_model
-from starpo import token_values
+import rollout
+from model import (LORA_ALPHA, ChatFormat, Critic, LoRA, add_lora, find_checkpoint, load_policy, load_trainer, memory_plan,
+                   read_model, save_checkpoint, tiny_model, trainable)
+from starpo import token_logprobs, token_values
 
 TEXTS = ("Up", "level 3\n#_XP_#\nTurn 1 of 5.", "two\n\nlines || and <answer>more</answer>", "x",
          "Reply as <think>it</think>.")
@@ -457,6 +464,431 @@ def test_no_checkpoint_is_one_line(tmp_path):
     (tmp_path / "checkpoint").mkdir()          # there, but unfinished
     with pytest.raises(ValueError):
         load_trainer(tmp_path / "checkpoint")
+
+
+# ------------------------------------------------------------------------------------- families as they are published
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory):
+    return {name: published(name, tmp_path_factory.mktemp("published") / name) for name in PUBLISHED}
+
+
+REPLIES = ("Down || Up</answer>", "plain words, no tags", "<answer>up</answer>", "x <answer>Jump</answer>")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dialogue_is_the_templates_own_rendering(releases, name):
+    """Whatever is shown before each reply is, id for id, what the tokenizer makes of the template's whole text: one BOS,
+    system turns and dates as the template writes them, no blank of the tokenizer's own; today's date never."""
+    policy, tokenizer = load_policy(releases[name], "cpu")
+    chat, env, said = ChatFormat(tokenizer, policy), Walk(), []
+    env.max_turns = len(REPLIES)
+    episode = rollout.Episode(env, chat, 3, 0, 60, 10_000, True, 0.1)
+    users = [envs.first_prompt(env, episode.observation, True)]
+    for reply in REPLIES:
+        roles = [m for user, answer in zip(users, said) for m in (("user", user), ("assistant", answer))]
+        roles = [dict(role=role, content=text) for role, text in [*roles, ("user", users[-1])]]
+        whole = tokenizer.apply_chat_template(
+            roles, tokenize=False, add_generation_prompt=True, enable_thinking=True,
+            chat_template=tokenizer.chat_template.replace('strftime_now("%d %b %Y")', '"01 Jan 2025"'))
+        opened = "" if whole.rstrip().endswith("<think>") else "<think>"
+        if name == "qwen3.5":           # a past turn is rendered without the thought that its prompt opened
+            head, *turns, last = whole.split("<|im_start|>assistant\n")
+            whole = "<|im_start|>assistant\n".join([head, *("<think>\n" + turn for turn in turns), last])
+        assert episode.ids == tokenizer(whole + opened, add_special_tokens=False)["input_ids"]
+        assert not any(episode.sampled[-5:])
+        for token in [*chat.encode(reply), chat.end_id]:
+            if episode.take(token):
+                break
+        said.append(("" if name == "qwen3.5" else "<think>") + reply)
+        turn = len(said) + 1
+        episode.act()
+        played = episode.turns[-1]
+        users.append(envs.next_prompt(env, episode.observation, played["reward"], played["valid"], turn,
+                                      env.max_actions - episode.used))
+    assert len(episode.turns) == len(REPLIES) and episode.truncated
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sampled_dialogues_of_a_published_family(releases, name):
+    """Mask = sampled ids; log-probs = one-by-one scoring = the update's; the generation config has no say; ids beyond
+    the tokenizer's are never drawn, and count nothing."""
+    policy, tokenizer = load_policy(releases[name], "cpu")
+    batch = play(policy, tokenizer, [(0, 1, 0), (0, 1, 1), (1, 2, 0)], env=Walk, max_new_tokens=12, temperature=0.8)
+    again, entropies = token_logprobs(policy, batch.tokens, batch.loss_mask, batch.group_ids, 0.8, with_entropy=True,
+                                      vocab_size=len(tokenizer))
+    assert torch.allclose(again, batch.logprobs, atol=1e-5) and torch.allclose(entropies, batch.entropies, atol=1e-4)
+    assert policy.get_output_embeddings().weight.shape[0] == len(tokenizer) + 24 > batch.tokens.max() + 24
+    chat = ChatFormat(tokenizer, policy)
+    assert max(len(info["turns"]) for info in batch.infos) > 1
+    for row in rows_of(batch):
+        want, _ = slow_scores(policy, row["ids"], row["mask"], 0.8, vocab=len(tokenizer))
+        assert torch.allclose(row["logprobs"], want, atol=1e-5)
+        for turn, played in enumerate(row["turns"]):
+            drawn = [i for i, m, k in zip(row["ids"], row["mask"], row["turn"]) if m and k == turn]
+            assert chat.decode([i for i in drawn if i not in chat.stop_ids]) == played["reply"]
+            assert all(i not in chat.stop_ids for i in drawn[:-1])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_end_token_of_a_family_ends_a_reply(releases, name):
+    policy, tokenizer = load_policy(releases[name], "cpu")
+    ends = policy.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    assert [tokenizer.decode([i]) for i in ends] == ([*PUBLISHED[name][2]] if len(ends) > 1 else [PUBLISHED[name][2]])
+    for end in ends:
+        said = ChatFormat(tokenizer, policy).encode("Up") + [end]
+        player = oracle(tokenizer, lambda level, turn: said)
+        player.generation_config = policy.generation_config
+        batch = play(player, tokenizer, [(0, 1, 0)], env=Walk, max_new_tokens=9)
+        (row,) = rows_of(batch)
+        assert len(row["turns"]) == Walk.max_turns
+        assert [i for i, m in zip(row["ids"], row["mask"]) if m] == said * Walk.max_turns
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_family_survives_saving(releases, tmp_path, name):
+    """save_pretrained, which refuses some generation configs, does not see what the folder asked for."""
+    policy, tokenizer = load_policy(releases[name], "cpu")
+    save_checkpoint(tmp_path / "c", policy, tokenizer)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    assert_same(dict(plain.state_dict()), dict(policy.state_dict()))
+    asked = json.loads((tmp_path / "c" / "generation_config.json").read_text())
+    assert asked["eos_token_id"] == policy.generation_config.eos_token_id
+    assert not asked.keys() & {"top_k", "top_p", "temperature", "repetition_penalty", "max_length", "suppress_tokens"}
+    _, tokenizer2 = load_policy(str(tmp_path / "c"), "cpu")
+    assert ChatFormat(tokenizer2, plain).stop_ids == ChatFormat(tokenizer, policy).stop_ids
+
+
+def test_a_template_that_asks_whether_thoughts_are_wanted(releases):
+    empty = "<think>\n\n</think>\n\n"
+    for name in ("qwen3", "qwen3.5"):
+        policy, tokenizer = load_policy(releases[name], "cpu")
+        with_thoughts, without = (ChatFormat(tokenizer, policy, think) for think in (True, False))
+        assert with_thoughts.opens_thought == (name == "qwen3.5") and not without.opens_thought
+        assert tokenizer.decode(without.tail).endswith(empty) and empty not in tokenizer.decode(with_thoughts.tail)
+
+
+# ----------------------------------------------------------------------------------- refused before weights are read
+
+def cannot(name, device="cpu"):
+    with pytest.raises(ValueError) as error:
+        load_policy(str(name), device)
+    assert one_line(error)
+    return str(error.value)
+
+
+def test_what_cannot_work_is_said_before_any_weights_are_read(tmp_path, folder, tok, monkeypatch):
+    def read(*args, **kwargs):
+        raise AssertionError("weights were read")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+
+    def changed(tokenizer=None, config=None):
+        path = tmp_path / "changed"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(folder, path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        if config is not None:
+            config.save_pretrained(path)
+        return path
+
+    bare = micro_tokenizer()
+    bare.chat_template = None
+    (tmp_path / "changed").mkdir()
+    path = changed()
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    bare.save_pretrained(path)
+    assert "chat template" in cannot(path)
+    for why in ("is broken", "has no end token", "counts its messages"):
+        assert "chat template" in cannot(changed(micro_tokenizer(REFUSED[why])))
+    assert "encoder-decoder" in cannot(changed(config=T5Config())) and "t5" in cannot(changed(config=T5Config()))
+    assert "encoder-decoder" in cannot(changed(config=BartConfig()))
+    assert "AutoModelForCausalLM" in cannot(changed(config=CLIPConfig()))
+    more = micro_tokenizer()
+    more.add_tokens(["wall", "box"])
+    assert "embedding" in cannot(changed(more))
+    assert "embedding" in cannot(changed(micro_tokenizer(
+        FIRST.replace("<|im_start|>", "<|turn|>") + OPEN.replace("<|im_start|>", "<|turn|>"), ("<|turn|>",))))
+    for device in ("tpu9", "cuda:99", "nonsense"):
+        assert "--device" in cannot(folder, device)
+    assert "weights were read" in cannot(folder)                       # with all in order, they are what is next
+
+
+def test_a_special_token_without_a_row_that_no_dialogue_holds_does_no_harm(tmp_path, folder):
+    """As in Gemma 3, whose tokenizer has one for images."""
+    shutil.copytree(folder, tmp_path / "m")
+    image = micro_tokenizer(specials=("<image>",))
+    image.save_pretrained(tmp_path / "m")
+    policy, tokenizer = load_policy(str(tmp_path / "m"), "cpu")
+    assert len(tokenizer) == policy.get_input_embeddings().weight.shape[0] + 1
+    batch = play(policy, tokenizer, [(0, 1, 0)], env=lambda: Walk(extra="<image> "), max_new_tokens=8)
+    assert batch.tokens.max() < len(tokenizer) - 1
+    again, _ = token_logprobs(policy, batch.tokens, batch.loss_mask, vocab_size=len(tokenizer))
+    assert torch.allclose(again, batch.logprobs, atol=1e-5)
+
+
+def test_missing_weights_are_not_made_up(tmp_path, folder):
+    for gone in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        shutil.copytree(folder, tmp_path / "m")
+        weights = load_file(folder / "model.safetensors")
+        weights.pop(gone)
+        save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+        assert gone in cannot(tmp_path / "m")
+
+
+def test_loading_leaves_the_random_state_alone(folder):
+    before = torch.get_rng_state()
+    load_policy(str(folder), "cpu", lora_rank=3)
+    Critic(str(folder), "cpu", lora_rank=3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---------------------------------------------------------------------------------------------------------- LoRA
+
+def tied_qwen2(tokenizer):
+    """Tied embeddings, and biases in some of the linear layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, tie_word_embeddings=True,
+            bos_token_id=None, eos_token_id=2, pad_token_id=0)).eval()
+
+
+KINDS = {"llama": micro_llama, "tied": tied_qwen2, "gpt2": micro_gpt2}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory, tok):
+    paths = {}
+    for name, make in KINDS.items():
+        paths[name] = str(tmp_path_factory.mktemp("kinds") / name)
+        make(tok).save_pretrained(paths[name])
+        tok.save_pretrained(paths[name])
+    return paths
+
+
+def shaken(model, seed=0, size=0.05):
+    """Other numbers in all that is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in trainable(model).values():
+        p.data += size * torch.randn(p.shape, generator=generator)
+    return model
+
+
+IDS = torch.arange(40).reshape(2, 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_starts_as_the_base_model_and_trains_its_factors_alone(kinds, kind):
+    base, _ = load_policy(kinds[kind], "cpu")
+    policy, _ = load_policy(kinds[kind], "cpu", lora_rank=3)
+    assert torch.equal(base(input_ids=IDS).logits, policy(input_ids=IDS).logits)
+    factors, frozen = trainable(policy), {name: p for name, p in policy.named_parameters() if not p.requires_grad}
+    assert {name.rpartition(".")[2] for name in factors} == {"A", "B"}
+    assert {name.replace(".base.", ".") for name in frozen} == {name for name, _ in base.named_parameters()}
+    layers = [layer for layer in policy.modules() if isinstance(layer, LoRA)]
+    assert len(layers) == 2 * (4 if kind == "gpt2" else 7) and len(factors) == 2 * len(layers)
+    assert not isinstance(policy.get_output_embeddings(), LoRA)
+    assert (policy.get_output_embeddings().weight is policy.get_input_embeddings().weight) == (kind == "tied")
+    assert all(layer.A.std() > 0 and not layer.B.any() for layer in layers)
+    twin, _ = load_policy(kinds[kind], "cpu", lora_rank=3)
+    assert_same(trainable(twin), factors)
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[:, 0] = False
+    for step in range(2):               # B moves first, then both; nothing else ever
+        token_logprobs(policy, IDS, mask)[0].sum().backward()
+        assert all((p.grad.abs().sum() > 0) == (step == 1 or name.endswith("B")) for name, p in factors.items())
+        assert all(p.grad is None for p in frozen.values())
+        torch.optim.SGD(factors.values(), lr=1e-3).step()
+        policy.zero_grad()
+    assert not torch.equal(base(input_ids=IDS).logits, policy(input_ids=IDS).logits)
+    assert_same({name.replace(".base.", "."): p for name, p in frozen.items()}, dict(base.named_parameters()))
+
+
+def test_lora_computes_its_formula():
+    for rank in (1, 4, 64):
+        for base in (nn.Linear(6, 10), nn.Linear(6, 10, bias=False), module.Conv1D(10, 6)):
+            layer = LoRA(base, rank, torch.Generator().manual_seed(1))
+            shaken(layer, size=1.0)
+            x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2))
+            change = 64 / rank * (x @ layer.A.T @ layer.B.T)
+            assert LORA_ALPHA == 64 and torch.allclose(layer(x), base(x) + change, atol=1e-4, rtol=1e-5)
+            assert layer.merged().shape == base.weight.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lora_checkpoint_is_an_ordinary_folder_and_resumes_bit_for_bit(kinds, tmp_path, kind):
+    """Merged weights under the plain names for others; for us the factors, from which a run goes on."""
+    def start():
+        policy, tokenizer = load_policy(kinds[kind], "cpu", lora_rank=4)
+        critic = Critic(kinds[kind], "cpu", lora_rank=4)
+        return policy, tokenizer, critic, {name: torch.optim.AdamW(trainable(m).values(), lr=3e-3)
+                                           for name, m in (("policy", policy), ("critic", critic))}
+
+    def steps(run, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for optimizer in run[3].values():
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+
+    run = start()
+    steps(run, 1), steps(run, 2)
+    before = {name: value.clone() for name, value in run[0].state_dict().items()}
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, *run, {"iteration": 2})
+    assert_same(dict(run[0].state_dict()), before)
+    base, _ = load_policy(kinds[kind], "cpu")
+    plain, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()) and plain.state_dict().keys() == base.state_dict().keys()
+    want = run[0](input_ids=IDS).logits
+    assert torch.allclose(plain(input_ids=IDS).logits, want, atol=1e-5)
+    assert not torch.allclose(base(input_ids=IDS).logits, want, atol=1e-2)
+    assert {p.suffix for p in path.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    assert load_file(path / "lora.safetensors").keys() == trainable(run[0]).keys()
+    assert not any("base" in key for key in load_file(path / "model.safetensors"))
+
+    again = start()
+    assert load_trainer(path, again[2], again[3], again[0]) == {"iteration": 2}
+    for _ in range(2):
+        assert_same(dict(again[0].state_dict()), dict(run[0].state_dict()))
+        assert_same(dict(again[2].state_dict()), dict(run[2].state_dict()))
+        for name in run[3]:
+            assert_same(moments(again[3][name]), moments(run[3][name]))
+        steps(run, 3), steps(again, 3)
+
+    files = {p: p.read_bytes() for p in path.iterdir()}
+    trainable(run[0])[[*trainable(run[0])][-1]].data.view(-1)[0] = float("inf")
+    with pytest.raises(FloatingPointError):
+        save_checkpoint(path, *run, {"iteration": 3})
+    assert {p: p.read_bytes() for p in path.iterdir()} == files
+
+
+@pytest.mark.parametrize("factor", "AB")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_factor_that_is_not_finite_is_refused_even_where_the_other_is_zero(kinds, tmp_path, factor, value):
+    policy, tokenizer = load_policy(kinds["llama"], "cpu", lora_rank=2)
+    getattr(policy.base_model.layers[1].mlp.up_proj, factor).data[0, 0] = value
+    for name, p in trainable(policy).items():
+        if "up_proj" in name and not name.endswith(factor):
+            p.data.zero_()
+    with pytest.raises(FloatingPointError):
+        save_checkpoint(tmp_path / "c", policy, tokenizer)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollout_and_update_agree_with_lora(kinds, kind):
+    policy, tokenizer = load_policy(kinds[kind], "cpu", lora_rank=4)
+    shaken(policy, size=0.02)
+    batch = play(policy, tokenizer, [(0, 1, 0), (0, 1, 1), (1, 2, 0)], env=Walk, max_new_tokens=12)
+    again, _ = token_logprobs(policy, batch.tokens, batch.loss_mask, batch.group_ids)
+    assert torch.allclose(again, batch.logprobs, atol=1e-5)
+
+
+def test_lora_computes_in_half_precision_and_learns_in_full(kinds):
+    policy, _ = load_policy(kinds["llama"], "cpu", "bfloat16", lora_rank=4)
+    shaken(policy)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    kept = {}
+    layer = policy.base_model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda _, inputs, output: kept.update(out=output))
+    policy.base_model(input_ids=IDS).last_hidden_state.float().sum().backward()
+    assert kept["out"].dtype == torch.bfloat16 and layer.A.grad.dtype == torch.float32 and layer.A.grad.any()
+
+
+def test_a_critic_with_lora_trains_its_factors_and_its_whole_head(kinds):
+    critic = Critic(kinds["tied"], "cpu", lora_rank=2)
+    names = set(trainable(critic))
+    assert {"head.weight", "head.bias"} < names
+    assert {name.rpartition(".")[2] for name in names - {"head.weight", "head.bias"}} == {"A", "B"}
+    assert {name for name, _ in Critic(kinds["tied"], "cpu").named_parameters()} == set(trainable(Critic(kinds["tied"], "cpu")))
+
+
+def test_a_model_without_linear_layers_takes_no_lora():
+    bare = nn.Module()
+    bare.base_model = nn.Sequential(nn.Embedding(3, 2))
+    with pytest.raises(ValueError) as error:
+        add_lora(bare, 4)
+    assert one_line(error) and "--lora_rank" in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------- memory plan
+
+@pytest.fixture(scope="module")
+def half_billion(tmp_path_factory, tok):
+    """A folder like Qwen2.5-0.5B-Instruct's, without weights."""
+    path = tmp_path_factory.mktemp("half") / "billion"
+    Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True, eos_token_id=2,
+                bos_token_id=0).save_pretrained(path)
+    tok.save_pretrained(path)
+    return path
+
+
+def test_half_a_billion_parameters_are_planned_without_any(half_billion):
+    model, tokenizer = read_model(str(half_billion))
+    sizes = dict(rows=128, turns=5, max_new_tokens=200, shown_tokens=600)
+    plan = memory_plan(model, **sizes)
+    assert plan["parameters"] == plan["trained"] == 494_032_768 and model.device.type == "meta"
+    assert plan["tokens, an iteration"] == 128 * 1600
+    kv = 128 * 1600 * 24 * 2 * 64 * 2 * 4 / 2**30
+    assert plan["KV cache"] == pytest.approx(kv) and plan["weights"] == pytest.approx(494_032_768 * 4 / 2**30)
+    assert plan["together"] == pytest.approx(4 * plan["weights"] + kv)
+    half = memory_plan(model, **sizes, cache_bytes=2, reference=True)
+    assert half["KV cache"] == pytest.approx(kv / 2) and half["reference"] == plan["weights"]
+    add_lora(model, 64)
+    small = memory_plan(model, **sizes, critic=True, reference=True)
+    assert small["reference"] == plan["weights"] < small["weights"]
+    assert small["trained"] == 35_192_832
+    assert small["optimizer"] == pytest.approx(2 * 35_192_832 * 4 / 2**30)
+    assert small["critic"] == pytest.approx((494_032_768 + 4 * (35_192_832 + 897)) * 4 / 2**30)
+    assert "weights" in cannot(half_billion)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("name", ["gpt2", "tied", "gemma2", "tiny"])
+def test_the_plan_is_what_a_run_then_holds(kinds, releases, monkeypatch, name, rank):
+    """Byte by byte: weights, gradients, moments, the critic, and a slot of the cache."""
+    path = kinds.get(name) or releases.get(name) or name
+    caches = []
+    monkeypatch.setattr(rollout, "KVCache", lambda rows, make=rollout.KVCache: caches.append(make(rows)) or caches[0])
+    policy, tokenizer = load_policy(path, "cpu", lora_rank=rank)
+    critic = Critic(path, "cpu", lora_rank=rank)
+    planned, _ = read_model(path)
+    if rank:
+        add_lora(planned, rank)
+    batch = play(policy, tokenizer, [(0, 1, 0), (0, 1, 1)], env=Walk, max_new_tokens=6)
+    longest = int(batch.lengths.max())
+    plan = memory_plan(planned, rows=2, turns=4, max_new_tokens=6, shown_tokens=longest - 24, critic=True)
+    assert plan["tokens, an iteration"] == 2 * longest
+    size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors) / 2**30
+    assert size(policy.parameters()) == pytest.approx(plan["weights"])
+    stores = [store[:, :, :longest] for store in caches[0].keys + caches[0].values]
+    assert size(stores) == pytest.approx(plan["KV cache"] * min(1, stores[0].shape[2] / longest))
+    held = {}
+    for label, model in (("policy", policy), ("critic", critic)):
+        optimizer = torch.optim.AdamW(trainable(model).values())
+        for p in trainable(model).values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        held[label] = (size(model.parameters()), size(p.grad for p in model.parameters() if p.grad is not None),
+                       size(x for key, x in moments(optimizer).items() if key[1] != "step"))
+    assert held["policy"] == pytest.approx((plan["weights"], plan["gradients"], plan["optimizer"]))
+    assert sum(held["critic"]) == pytest.approx(plan["critic"])
+
+
+def test_the_plan_stops_at_the_context_limit_and_needs_a_config(kinds):
+    model, _ = read_model(kinds["gpt2"])                 # 1,400 positions
+    plan = memory_plan(model, rows=3, turns=100, max_new_tokens=50, shown_tokens=900)
+    assert plan["tokens, an iteration"] == 3 * 1400 and plan["tokens sampled, a row"] == 1400
+    with pytest.raises(ValueError) as error:
+        read_model("Qwen/no-such-model-anywhere")
+    assert one_line(error) and "--model" in str(error.value)
+
 
 
 def test_doctests():
