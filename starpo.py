@@ -233,25 +233,24 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
     ids, position = torch.zeros(2, B, width, dtype=torch.long)
     block, member = (-1 - torch.arange(width)).repeat(B, 1), torch.full((B, width), PREFIX)
     row, column = torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long)
-    r, c, longest, cuts = -1, width, 0, []                       # packed row, its next free column
+    r, c, longest, pieces = -1, width, 0, defaultdict(list)      # packed row, its next free column
     for members in (groups[key] for key in sorted(groups) if groups[key]):
         run = tokens[members, :int(first[members].min())]
         shared = int((run == run[:1]).all(dim=0).long().cumprod(dim=0).sum())
         prefix_at = None
         for b in members:
-            pieces = [(shared, used[b], b)]                      # the tail
+            parts = [(shared, used[b], b)]                       # the tail
             if prefix_at is None or c + used[b] - shared > width:
                 r, c = (r + 1, 0) if c + used[b] > width else (r, c)
-                cuts += [[]] if r == len(cuts) else []
-                prefix_at, number, pieces = c, len(cuts[r]), [(0, shared, PREFIX)] + pieces
-            for start, stop, who in pieces:
+                prefix_at, number, parts = c, len(pieces[r]), [(0, shared, PREFIX)] + parts
+            for start, stop, who in parts:
                 at, c = torch.arange(c, c + stop - start), c + stop - start
                 ids[r, at], position[r, at] = tokens[b, start:stop], torch.arange(start, stop)
                 block[r, at], member[r, at] = prefix_at, who
-                cuts[r].append((stop - start, number))
+                pieces[r].append((stop - start, number))
             column[b, :shared] = torch.arange(prefix_at, prefix_at + shared)
             column[b, shared:used[b]], row[b], longest = at, r, max(longest, c)
-    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), cuts, row, column)
+    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), list(pieces.values()), row, column)
 
 def attention_mask(block, member, position, dtype, window=None):
     """Which keys j a query i may see; (R, L) each -> additive (R, 1, L, L): 0, or the dtype's minimum."""
@@ -266,30 +265,27 @@ def attention_mask(block, member, position, dtype, window=None):
 class SkipMasked(TorchFunctionMode):
     """While open, attention over a packed row is computed piece by piece: a prefix on itself, a tail on its
     prefix and itself. torch's kernels would score all L x L pairs, also those that the mask rules out. It
-    changes no result; a model that does not call scaled_dot_product_attention goes without.
+    changes no result; a model that does not call scaled_dot_product_attention goes without."""
 
-    pieces: Layout.pieces of the row."""
-
-    def __init__(self, pieces):
+    def __init__(self, pieces):                                       # Layout.pieces of the row
         super().__init__()
-        self.lengths, prefixes, self.masks = [length for length, _ in pieces], [p for _, p in pieces], {}
-        self.near = [[p, i] if p != i else [i] for i, p in enumerate(prefixes)]      # what piece i attends to
+        self.lengths, self.masks = [length for length, _ in pieces], {}
+        self.near = [[prefix, i] if prefix != i else [i] for i, (_, prefix) in enumerate(pieces)]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not scaled_dot_product_attention or (kwargs or {}).get("attn_mask") is None:
-            return function(*args, **(kwargs or {}))
-        return self.attend(*args, **kwargs)
-
-    def attend(self, query, key, value, attn_mask, **options):
-        """query (1, H, L, D), key, value likewise, attn_mask (1, 1, L, L) -> (1, H, L, D)."""
-        if id(attn_mask) not in self.masks:                           # cut once a mask, not once a layer
-            across = [rows.split(self.lengths, dim=3) for rows in attn_mask.split(self.lengths, dim=2)]
-            self.masks[id(attn_mask)] = [torch.cat([row[j] for j in near], dim=3)
-                                         for row, near in zip(across, self.near)]
-        q, k, v = (x.split(self.lengths, dim=2) for x in (query, key, value))
+        """args: query, key, value (1, H, L, D); kwargs["attn_mask"] (1, 1 or H, L, L) -> (1, H, L, D)."""
+        kwargs = kwargs or {}
+        mask, L = kwargs.pop("attn_mask", None), sum(self.lengths)
+        if function is not scaled_dot_product_attention or mask is None or mask.shape[-2:] != (L, L):
+            return function(*args, **kwargs, **({} if mask is None else {"attn_mask": mask}))
+        if id(mask) not in self.masks:                                # cut once a mask, not once a layer
+            cut = [rows.split(self.lengths, dim=3) for rows in mask.split(self.lengths, dim=2)]
+            self.masks[id(mask)] = mask, [torch.cat([rows[j] for j in near], dim=3)
+                                          for rows, near in zip(cut, self.near)]
+        q, k, v = (x.split(self.lengths, dim=2) for x in args)
         return torch.cat([scaled_dot_product_attention(
-            q[i], torch.cat([k[j] for j in near], 2), torch.cat([v[j] for j in near], 2),
-            attn_mask=self.masks[id(attn_mask)][i], **options) for i, near in enumerate(self.near)], dim=2)
+            q[i], *(torch.cat([x[j] for j in near], dim=2) for x in (k, v)), attn_mask=cut, **kwargs)
+            for i, (near, cut) in enumerate(zip(self.near, self.masks[id(mask)][1]))], dim=2)
 
 def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """The hidden states that predict the sampled tokens (N, D), and the tokens' rows and columns in (B, T).
