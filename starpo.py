@@ -18,6 +18,7 @@ import math
 from collections import defaultdict, namedtuple
 
 import torch
+from torch import distributed
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 STD_THRESHOLD = 1e-6      # a group's rewards are equal, no signal, if their std <= this * (1 + |mean|)
 ROW_WIDTH = 2048          # positions of a packed row, which the backbone sees at once
 LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 MiB
-PREFIX = -1               # the "member" of packed positions that all members of a block share
 
 # ------------------------------------------------------------------------------------ rewards, group filter
 def masked_mean(x, mask):
@@ -207,7 +207,7 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
     return whiten(advantages, mask), returns
 
 # ----------------------------------------------------------------------------- packing and masked log-probs
-Layout = namedtuple("Layout", "ids position block member pieces row column")
+Piece = namedtuple("Piece", "member start stop prefix")     # ids start..stop-1; number of its prefix's piece
 
 def pack(tokens, loss_mask, group_ids=None, width=None):
     """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
@@ -215,10 +215,13 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
     tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
     is the longest run of ids common to a group's members before any member's first sampled token: ids are
     compared, group_ids is a mere hint. Ids are read up to the last sampled one, which is only predicted.
-    Returns on the CPU: ids (R, L); position (R, L) in the trajectory; block (R, L), a number for a prefix and
-    its tails, for padding one each; member (R, L), the trajectory of a tail, or PREFIX; pieces, R lists of
-    (length, number of its prefix's piece); row (B,) and column (B, T), where ids stand (row -1: nothing
-    sampled). Raises ValueError if a first id is sampled.
+    Returns rows, lists of Pieces (a prefix is its own prefix, and any member's); and on the CPU row (B,) and
+    column (B, T), where a trajectory's ids stand (row -1: nothing sampled). Raises ValueError if a first id
+    is sampled.
+
+    >>> rows = pack(torch.tensor([[7, 8, 1], [7, 9, 2]]), torch.tensor([[0, 0, 1], [0, 0, 1]]), [5, 5])[0]
+    >>> [(p.start, p.stop, p.prefix) for p in rows[0]]
+    [(0, 1, 0), (1, 2, 0), (1, 2, 0)]
     """
     tokens, sampled = tokens.cpu(), loss_mask.bool().cpu()
     if sampled[:, :1].any():
@@ -230,47 +233,44 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
     for b, key in enumerate(range(B) if group_ids is None else torch.as_tensor(group_ids).tolist()):
         groups[key] += [b] if used[b] else []
     width = max(width or ROW_WIDTH, *used, 1)
-    ids, position = torch.zeros(2, B, width, dtype=torch.long)
-    block, member = (-1 - torch.arange(width)).repeat(B, 1), torch.full((B, width), PREFIX)
-    row, column = torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long)
-    r, c, longest, pieces = -1, width, 0, defaultdict(list)      # packed row, its next free column
+    rows, row, column, c = [], torch.full((B,), -1), torch.zeros(B, T, dtype=torch.long), width
     for members in (groups[key] for key in sorted(groups) if groups[key]):
         run = tokens[members, :int(first[members].min())]
         shared = int((run == run[:1]).all(dim=0).long().cumprod(dim=0).sum())
-        prefix_at = None
+        prefix_at = None                                         # its column in the row that is being filled
         for b in members:
-            parts = [(shared, used[b], b)]                       # the tail
             if prefix_at is None or c + used[b] - shared > width:
-                r, c = (r + 1, 0) if c + used[b] > width else (r, c)
-                prefix_at, number, parts = c, len(pieces[r]), [(0, shared, PREFIX)] + parts
-            for start, stop, who in parts:
-                at, c = torch.arange(c, c + stop - start), c + stop - start
-                ids[r, at], position[r, at] = tokens[b, start:stop], torch.arange(start, stop)
-                block[r, at], member[r, at] = prefix_at, who
-                pieces[r].append((stop - start, number))
+                if c + used[b] > width:
+                    rows, c = rows + [[]], 0
+                number, prefix_at, c = len(rows[-1]), c, c + shared
+                rows[-1].append(Piece(b, 0, shared, number))
+            rows[-1].append(Piece(b, shared, used[b], number))
             column[b, :shared] = torch.arange(prefix_at, prefix_at + shared)
-            column[b, shared:used[b]], row[b], longest = at, r, max(longest, c)
-    return Layout(*(x[:r + 1, :longest] for x in (ids, position, block, member)), list(pieces.values()), row, column)
+            column[b, shared:used[b]] = torch.arange(c, c + used[b] - shared)
+            row[b], c = len(rows) - 1, c + used[b] - shared
+    return rows, row, column
 
-def attention_mask(block, member, position, dtype, window=None):
-    """Which keys j a query i may see; (R, L) each -> additive (R, 1, L, L): 0, or the dtype's minimum."""
-    order = torch.arange(block.shape[1], device=block.device)
-    see = ((order <= order[:, None])                                  # j <= i, in the same block,
-           & (block[:, None, :] == block[:, :, None])                 # in the prefix or the same trajectory
-           & ((member[:, None, :] == PREFIX) | (member[:, None, :] == member[:, :, None])))
+def attention_mask(pieces, dtype, window=None):
+    """Which keys j a query i of a packed row may see -> additive (1, 1, L, L): 0, or the dtype's minimum."""
+    lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
+    number = torch.arange(len(pieces)).repeat_interleave(lengths)                    # (L,) of i's piece
+    prefix = torch.tensor([piece.prefix for piece in pieces])[number]
+    position = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+    see = (number == number[:, None]) | (number == prefix[:, None])   # j in the same trajectory or its prefix,
+    see &= torch.ones_like(see).tril()                                # and j <= i
     if window:                                                        # a layer that looks back only so far
-        see = see & (position[:, :, None] - position[:, None, :] < window)
-    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[:, None]
+        see &= position[:, None] - position < window
+    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[None, None]
 
 class SkipMasked(TorchFunctionMode):
     """While open, attention over a packed row is computed piece by piece: a prefix on itself, a tail on its
     prefix and itself. torch's kernels would score all L x L pairs, also those that the mask rules out. It
     changes no result; a model that does not call scaled_dot_product_attention goes without."""
 
-    def __init__(self, pieces):                                       # Layout.pieces of the row
+    def __init__(self, pieces):
         super().__init__()
-        self.lengths, self.masks = [length for length, _ in pieces], {}
-        self.near = [[prefix, i] if prefix != i else [i] for i, (_, prefix) in enumerate(pieces)]
+        self.lengths, self.masks = [piece.stop - piece.start for piece in pieces], {}
+        self.near = [[piece.prefix, i] if piece.prefix != i else [i] for i, piece in enumerate(pieces)]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """args: query, key, value (1, H, L, D); kwargs["attn_mask"] (1, 1 or H, L, L) -> (1, H, L, D)."""
@@ -294,41 +294,33 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    layout = pack(tokens, loss_mask, group_ids)
+    rows, row, column = pack(tokens, loss_mask, group_ids)
     b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
-    order = layout.row[b].argsort(stable=True)
+    order = row[b].argsort(stable=True)
     b, t = b[order], t[order]
-    r, c = layout.row[b], layout.column[b, t - 1]   # the causal shift: t is predicted where t - 1 is read
-    hidden = []
-    for row, pieces in enumerate(layout.pieces):
-        L = sum(length for length, _ in pieces)     # row by row: no padding goes through the model
-        ids, position, block, member = (x[row:row + 1, :L].to(weight.device) for x in layout[:4])
-        mask = attention_mask(block, member, position, weight.dtype, window)
-        if kinds and window:                        # Gemma and others: a mask for each type of layer
-            full = attention_mask(block, member, position, weight.dtype)
-            mask = {"full_attention": full, "sliding_attention": mask}
+    r, c = row[b], column[b, t - 1]                 # the causal shift: t is predicted where t - 1 is read
+    hidden = [weight.new_zeros(0, config.hidden_size)]
+    for number, pieces in enumerate(rows):          # row by row: no padding goes through the model
+        ids = torch.cat([tokens[p.member, p.start:p.stop] for p in pieces])[None].to(weight.device)  # (1, L)
+        position = torch.cat([torch.arange(p.start, p.stop) for p in pieces])[None].to(weight.device)
+        full, near = (attention_mask(pieces, weight.dtype, w).to(weight.device) for w in (None, window))
+        mask = {"full_attention": full, "sliding_attention": near} if kinds and window else near      # Gemma
         with SkipMasked(pieces):
             out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-        hidden.append(out.last_hidden_state[0, c[r == row].to(weight.device)])
-    hidden = torch.cat(hidden) if hidden else weight.new_zeros(0, config.hidden_size)
-    return hidden, b.to(weight.device), t.to(weight.device)
+        hidden.append(out.last_hidden_state[0, c[r == number].to(weight.device)])
+    return torch.cat(hidden), b.to(weight.device), t.to(weight.device)
 
 def score_chunk(model, hidden, targets, temperature, with_entropy, vocab_size):
     """hidden (n, D), targets (n,) -> their log-probs (n,), and the entropies (n,) or None, in float32."""
-    logits, config = model.get_output_embeddings()(hidden).float(), model.config.get_text_config()   # (n, V)
+    config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
+    logits = logits[:, :vocab_size]              # (n, V); there may be more logits than the tokenizer has ids
     cap, scale = getattr(config, "final_logit_softcapping", None), temperature or 1.0    # 0, greedy: as at 1
     logits = torch.tanh(logits / cap) * cap if cap else logits                       # Gemma 2
     scale = scale * (getattr(config, "logits_scaling", None) or 1.0)                 # Granite
     logits = logits if scale == 1 else logits / scale
-    if vocab_size is not None and vocab_size < logits.shape[1]:     # more logits than the tokenizer has ids
-        beyond = torch.arange(logits.shape[1], device=logits.device) >= vocab_size
-        logits = logits.masked_fill(beyond, -math.inf)
     log_z = logits.logsumexp(dim=1, keepdim=True)
     logprobs = (logits.gather(1, targets[:, None]) - log_z)[:, 0]
-    if not with_entropy:
-        return logprobs, None
-    log_p = logits - log_z
-    return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(dim=1)
+    return logprobs, torch.special.entr((logits - log_z).exp()).sum(dim=1) if with_entropy else None
 
 def token_logprobs(model, tokens, loss_mask, group_ids=None, temperature=1.0, with_entropy=False,
                    vocab_size=None):
@@ -421,24 +413,43 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
 
 # --------------------------------------------------------------------------------------------------- update
+def over_ranks(x):
+    """[x of rank 0, x of rank 1, ...] on every rank of a torchrun, [x] in a single process."""
+    found = [x] * my_rank()[1]
+    if len(found) > 1:
+        distributed.all_gather_object(found, x)
+    return found
+
+def my_rank():
+    """(rank, number of ranks): (0, 1) in a single process."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
 def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
     Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that fill one packed row of
-    tokens_per_micro_batch positions (or more, if one trajectory needs more)."""
+    tokens_per_micro_batch positions (or more, if one trajectory needs more); at least one a rank, if it can."""
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
     for _ in range(epochs if len(rows) else 0):
         shuffled = rows[torch.randperm(len(rows), generator=generator)]
         for chosen in shuffled.tensor_split(math.ceil(len(rows) / size)):
             inside = torch.isin(torch.arange(len(tokens)), chosen)[:, None]
-            part = pack(tokens[chosen], loss_mask[chosen], group_ids[chosen], tokens_per_micro_batch).row
+            share = int(loss_mask[chosen].cumsum(1).argmax(1).sum()) // my_rank()[1]         # of positions
+            part = pack(tokens[chosen], loss_mask[chosen], group_ids[chosen],
+                        min(tokens_per_micro_batch, share))[1]
             yield loss_weights(loss_mask & inside, token_mean), [chosen[part == i] for i in part.unique()]
 
 def step_or_skip(optimizer, max_grad_norm=1.0):
-    """Clip the gradient and step. If its norm is not finite, weights and optimiser state stay as they are.
+    """Sum the gradient over ranks, clip it, and step. If its norm is not finite, weights and optimiser state
+    stay as they are.
 
     Gradients are dropped either way. Returns the norm before clipping and whether it stepped."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if my_rank()[1] > 1:                                              # one all-reduce of all gradients
+        gradient = torch.cat([(p.detach() * 0 if p.grad is None else p.grad).flatten() for p in parameters])
+        distributed.all_reduce(gradient)
+        for p, summed in zip(parameters, gradient.split([p.numel() for p in parameters])):
+            p.grad = summed.view_as(p)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     stepped = bool(grad_norm.isfinite())                              # the host synchronisation of a step
     if stepped:
@@ -449,11 +460,13 @@ def step_or_skip(optimizer, max_grad_norm=1.0):
 def summary(log, who=""):
     """log: (gradient norm, stepped, sampled tokens, sums over tokens by name) of each minibatch -> means over
     the tokens of the steps taken (left out if none was), and counts; the norm and counts under who + name."""
-    taken, means = [entry for entry in log if entry[1]], defaultdict(float)
-    total = sum(count for _, _, count, _ in taken)
-    for norm, _, count, sums in taken:
-        for name, value in (sums | {who + "grad_norm": norm * count}).items():
-            means[name] += float(value) / total
+    shares = over_ranks([{name: float(x) for name, x in sums.items()} for *_, sums in log])
+    taken = [entry[:3] + parts for entry, parts in zip(log, zip(*shares)) if entry[1]]
+    total, means = sum(count for _, _, count, *_ in taken), defaultdict(float)
+    for norm, _, count, *parts in taken:
+        for sums in (*parts, {who + "grad_norm": float(norm) * count}):
+            for name, x in sums.items():
+                means[name] += x / total
     return dict(means) | {who + "grad_norm_max": max((float(norm) for norm, *_ in taken), default=0.0),
                           who + "optimizer_steps": len(taken), who + "skipped_steps": len(log) - len(taken),
                           who + "tokens_trained": total}
@@ -462,8 +475,8 @@ def explained_variance(values, returns, loss_mask):
     """1 - Var(returns - values) / Var(returns) over sampled tokens: 1 perfect, 0 constant (or undefined)."""
     mask = loss_mask.bool()
     returns, error = returns[mask].double(), (returns - values)[mask].double()
-    spread = float(((returns - returns.mean()) ** 2).sum())
-    return 1 - float(((error - error.mean()) ** 2).sum()) / spread if spread > 1e-12 else 0.0
+    spread = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float(error.var(correction=0)) / spread if spread > 1e-12 else 0.0
 
 def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=None, critic_optimizer=None,
            old_values=None, returns=None, epochs=1, minibatch_size=32, tokens_per_micro_batch=2048,
@@ -477,13 +490,13 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
     tokens_per_micro_batch is for memory alone. supervised: logprobs count as the old ones: w A grad log pi.
     Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
     (more than rounding is a bug). With nothing sampled, one step counts as skipped."""
-    device = next(policy.parameters()).device
+    device, (rank, ranks) = next(policy.parameters()).device, my_rank()
     ids, masks, group_ids = batch.tokens.cpu(), batch.loss_mask.bool().cpu(), batch.group_ids.cpu()
     log, critic_log, deviations = [], [], [0.0]
     for weights, parts in minibatches(ids, masks, group_ids, epochs, minibatch_size, tokens_per_micro_batch,
                                       token_mean, shuffle_seed):
         count, seen, critic_seen = int(masks[torch.cat(parts)].sum()), defaultdict(float), defaultdict(float)
-        for part in parts:
+        for part in parts[rank::ranks]:
             tokens, mask, w, old, advantage, ref, old_value, target = (
                 x if x is None else x.detach()[part.to(x.device)].to(device) for x in (
                     ids, masks, weights, batch.logprobs, advantages, ref_logprobs, old_values, returns))
@@ -511,7 +524,8 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
         log.append((*step_or_skip(optimizer, max_grad_norm), count, seen))
         if critic is not None:
             critic_log.append((*step_or_skip(critic_optimizer, max_grad_norm), count, critic_seen))
-    metrics = summary(log) | {"ratio_max_dev": float(torch.tensor(deviations).nan_to_num(1e9, 1e9).max())}
+    deviations = torch.tensor(sum(over_ranks(deviations), [])).nan_to_num(1e9, 1e9)
+    metrics = summary(log) | {"ratio_max_dev": float(deviations.max())}
     metrics["skipped_steps"] += not log
     if critic is not None:
         metrics |= summary(critic_log, "critic_")
@@ -547,29 +561,23 @@ def indicators(traj, rewards):
 def demo():
     """Two groups of two trajectories, two turns of two tokens each, through every formula."""
     from types import SimpleNamespace
-    from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
+    from model import load_policy
     torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=64,
-                                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1))
-    tokens, zeros = torch.randint(60, (4, 10)), torch.zeros(4, 10)
+    (model, _), tokens = load_policy("tiny", "cpu"), torch.arange(40).view(4, 10)
     tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
     mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
-    b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2,
-                        rewards=torch.tensor([[0., 1.], [0., 0.], [0.5, 0.5], [1., 0.]]),
-                        penalties=torch.tensor([[0., 0.], [-0.1, 0.], [0., 0.], [0., 0.]]))
+    b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2)
+    b.rewards, b.penalties = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]]), -mask[:, 3:5] * 0.1
     b.logprobs = token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
-    rewards, layout = episode_rewards(b.rewards, b.penalties), pack(tokens, mask, b.group_ids)
+    rewards = episode_rewards(b.rewards, b.penalties)
     shown = {"episode rewards": rewards, "kept with keep=0.5": filter_groups(rewards, b.group_ids, 0.5),
              "token rewards": place_rewards(b.rewards + b.penalties, mask, turn_ids),
-             "packed row, members (-1: shared prefix)": layout.member, "and positions": layout.position,
-             "log-probs": b.logprobs, "loss weights": loss_weights(mask)}
-    shown |= {f"advantages, {x}": compute_advantages(x, b, zeros)[0] for x in ("grpo", "gae", "bilevel")}
-    for name, value in shown.items():
-        print(f"{name}\n{value}\n")
+             "packed row": pack(tokens, mask, b.group_ids)[0][0], "loss weights": loss_weights(mask)}
+    for x in ("grpo", "gae", "bilevel"):
+        shown[f"advantages, {x}"] = compute_advantages(x, b, torch.zeros(4, 10))[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(3):
-        print(f"update {step}:", update(model, optimizer, b, shown["advantages, grpo"]))
+    shown["update"] = update(model, optimizer, b, shown["advantages, grpo"])
+    print(*(f"{name}\n{value}\n" for name, value in shown.items()), sep="\n")
 
 if __name__ == "__main__":
     demo()

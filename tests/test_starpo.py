@@ -485,49 +485,60 @@ def test_empty_masks_are_zero_and_finite():
 
 # ------------------------------------------------------------------------------------ packing and log-probs
 
-def unpack(layout, b, used):
-    """The ids of trajectory b, read back from a packed row."""
-    return layout.ids[layout.row[b], layout.column[b, :used]]
+def spans(pieces):
+    """Of each piece, the columns it fills in its row."""
+    ends = list(itertools.accumulate(p.stop - p.start for p in pieces))
+    return [range(end - (p.stop - p.start), end) for end, p in zip(ends, pieces)]
 
 
 def test_pack_keeps_every_id_once_and_in_place():
     batch = dialogues(0)
     hints = (batch.group_ids, None, torch.zeros(12), torch.arange(12) % 2)
     for group_ids, width in itertools.product(hints, (1, 40, 1024)):
-        layout = pack(batch.tokens, batch.loss_mask, group_ids, width)
+        rows, row, column = pack(batch.tokens, batch.loss_mask, group_ids, width)
+        ids = [torch.cat([batch.tokens[p.member, p.start:p.stop] for p in pieces]) for pieces in rows]
         for b in range(12):
             used = int(batch.loss_mask[b].nonzero().max())
-            row, column = layout.row[b], layout.column[b, :used]
-            assert torch.equal(unpack(layout, b, used), batch.tokens[b, :used])
-            assert torch.equal(layout.position[row, column], torch.arange(used))
-            assert ((layout.member[row, column] == b) | (layout.member[row, column] == starpo.PREFIX)).all()
-            assert len(layout.block[row, column].unique()) <= 1
-        assert layout.ids.shape[1] <= max(width, int(layout.column.max()) + 1)
-    grouped, alone = (pack(batch.tokens, batch.loss_mask, ids, 4096) for ids in (batch.group_ids, None))
+            assert torch.equal(ids[row[b]][column[b, :used]], batch.tokens[b, :used])
+            own = [i for i, p in enumerate(rows[row[b]]) if p.member == b and p.stop == used]
+            tail = rows[row[b]][own[-1]]
+            prefix = rows[row[b]][tail.prefix]
+            assert (prefix.start, prefix.stop, prefix.prefix) == (0, tail.start, tail.prefix)
+            where = spans(rows[row[b]])
+            assert [*where[tail.prefix], *where[own[-1]]] == column[b, :used].tolist()
+        assert all(len(x) <= max(width, int(column.max()) + 1) for x in ids)
+    grouped, alone = (pack(batch.tokens, batch.loss_mask, ids, 4096)[0] for ids in (batch.group_ids, None))
     prompts = sum((7 + group) * 3 for group in range(3))  # three of four prompts are not repeated
-    assert grouped.ids.shape[0] == 1 and alone.ids.shape[1] - grouped.ids.shape[1] >= prompts
+    length = [sum(len(x) for x in spans(rows[0])) for rows in (grouped, alone)]
+    assert len(grouped) == len(alone) == 1 and length[1] - length[0] >= prompts
 
 
 def test_pack_prefix_is_what_members_share():
     tokens = tensor([1, 2, 3, 4, 5], [1, 2, 9, 4, 5], [1, 2, 3, 8, 8])
     mask = tensor([0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1])
-    layout = pack(tokens, mask, torch.zeros(3))
-    assert layout.member.tolist() == [[-1, -1, 0, 0, 1, 1, 2, 2]]
-    assert layout.position.tolist() == [[0, 1, 2, 3, 2, 3, 2, 3]]
-    gap = pack(tensor([1, 2, 3, 4, 5], [1, 9, 3, 4, 5]), mask[:2], torch.zeros(2))  # a run, not a count
-    assert gap.member.tolist() == [[-1, 0, 0, 0, 1, 1, 1]]
-    early = pack(tokens[[0, 0]], tensor([0, 0, 0, 0, 1], [0, 1, 0, 0, 0]), torch.zeros(2))
-    assert early.member.tolist() == [[-1, 0, 0, 0]]
-    same = pack(tokens[[0, 2]], mask[[0, 2]], torch.zeros(2))  # ends before the first sampled token
-    assert same.member.tolist() == [[-1, -1, -1, 0, 1]]
+
+    def pieces(*args):
+        (row,), _, _ = pack(*args)
+        return [(p.start, p.stop, p.prefix) for p in row]
+
+    assert pieces(tokens, mask, torch.zeros(3)) == [(0, 2, 0), (2, 4, 0), (2, 4, 0), (2, 4, 0)]
+    gap = tensor([1, 2, 3, 4, 5], [1, 9, 3, 4, 5])  # a run, not a count
+    assert pieces(gap, mask[:2], torch.zeros(2)) == [(0, 1, 0), (1, 4, 0), (1, 4, 0)]
+    early = tensor([0, 0, 0, 0, 1], [0, 1, 0, 0, 0])
+    assert pieces(tokens[[0, 0]], early, torch.zeros(2)) == [(0, 1, 0), (1, 4, 0), (1, 1, 0)]
+    # the prefix ends before the first sampled token
+    assert pieces(tokens[[0, 2]], mask[[0, 2]], torch.zeros(2)) == [(0, 3, 0), (3, 4, 0), (3, 4, 0)]
 
 
 def test_attention_mask_in_plain_numbers():
-    """Two blocks, [prefix, a, b] and [prefix, c], one padding position."""
-    block, member = tensor([0, 0, 0, 3, 3, -6]), tensor([-1, 0, 1, -1, 2, -1])
-    see = starpo.attention_mask(block, member, torch.arange(6)[None], torch.float32)[0, 0] == 0
+    """[prefix, a, b] and [prefix, c c]."""
+    row = [starpo.Piece(0, 0, 1, 0), starpo.Piece(0, 1, 2, 0), starpo.Piece(1, 1, 2, 0),
+           starpo.Piece(2, 0, 1, 3), starpo.Piece(2, 1, 3, 3)]
+    see = starpo.attention_mask(row, torch.float32)[0, 0] == 0
     assert see.int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0],
-                                  [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
+                                  [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
+    near = starpo.attention_mask(row, torch.float32, window=2)[0, 0] == 0  # the last token is 2 from the prefix
+    assert near[5].int().tolist() == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("make", [micro_llama, micro_gpt2])
@@ -568,7 +579,7 @@ def test_one_member_does_not_see_another(monkeypatch):
     batch = dialogues(3, groups=2)
     monkeypatch.setattr(starpo, "ROW_WIDTH", 32)
     before, _ = token_logprobs(model, batch.tokens, batch.loss_mask, batch.group_ids)
-    assert len(pack(batch.tokens, batch.loss_mask, batch.group_ids, 32 * 32).ids) == 1  # one row
+    assert len(pack(batch.tokens, batch.loss_mask, batch.group_ids, 32 * 32)[0]) == 1  # one row
     for b in range(8):
         changed = batch.tokens.clone()
         first = int(batch.loss_mask[b].nonzero().min())
@@ -1005,4 +1016,4 @@ def test_demo_runs(capsys):
     starpo.demo()
     torch.set_rng_state(state)
     torch.set_printoptions(profile="default")
-    assert "update 2" in capsys.readouterr().out
+    assert "ratio_max_dev" in capsys.readouterr().out
