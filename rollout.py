@@ -19,6 +19,7 @@ In reading order: Trajectories, Episode, KVCache, sample, rollout, scripted_roll
 import argparse
 import time
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -443,6 +444,29 @@ def demo(name: str, model_name: str, seed: int) -> None:
               f"reward {batch.rewards[0, turn]:.2f}  penalty {batch.penalties[0, turn]:.2f}")
     print(f"rewards of the group {[round(r, 2) for r in returns.tolist()]}\n"
           f"GRPO advantage of this trajectory {grpo_advantages(returns, batch.group_ids)[0]:.3f}")
+
+
+def toy_batch() -> None:
+    """Two groups of two trajectories, two turns of two tokens each, through every formula."""
+    from model import load_policy
+    from starpo import (compute_advantages, episode_rewards, filter_groups, loss_weights, pack, place_rewards,
+                        token_logprobs, update)
+    torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
+    (model, _), tokens = load_policy("tiny", "cpu"), torch.arange(40).view(4, 10)
+    tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
+    mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
+    b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2)
+    b.rewards, b.penalties = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]]), -mask[:, 3:5] * 0.1
+    b.logprobs = token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
+    rewards = episode_rewards(b.rewards, b.penalties)
+    shown = {"episode rewards": rewards, "kept with keep=0.5": filter_groups(rewards, b.group_ids, 0.5),
+             "token rewards": place_rewards(b.rewards + b.penalties, mask, turn_ids),
+             "packed row": pack(tokens, mask, b.group_ids)[0][0], "loss weights": loss_weights(mask)}
+    for x in ("grpo", "gae", "bilevel"):
+        shown[f"advantages, {x}"] = compute_advantages(x, b, torch.zeros(4, 10))[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shown["update"] = update(model, optimizer, b, shown["advantages, grpo"])
+    print(*(f"{name}\n{value}\n" for name, value in shown.items()), sep="\n")
 
 
 if __name__ == "__main__":

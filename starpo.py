@@ -1,7 +1,7 @@
 """StarPO: policy optimisation over whole agent trajectories (RAGEN, arXiv 2504.20073), by hand in torch.
 
 A trajectory is a row of ids: prompt, reply, observation, reply, ... `loss_mask` marks those the policy
-sampled. They alone are actions: they carry advantages, values, log-probs and gradient. In reading order:
+sampled: they alone are actions, with advantages, values, log-probs and gradient. In reading order:
 
     episode_rewards -> filter_groups (StarPO-S) -> grpo_advantages, or gae / bilevel_gae and whiten
     pack -> token_logprobs, token_values -> policy_loss, value_loss -> update -> indicators
@@ -11,8 +11,8 @@ non-zero rewards; the filter ranks raw rewards; a mean is over the minibatch, so
 a prompt that group members share is computed once. Slots outside the mask may hold anything, even NaN. Every
 per-token tensor is aligned to the token it is about; the causal shift is in hidden_of_sampled alone.
 
-Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tokens, D hidden, R packed rows
-of L positions. Run alone: `python starpo.py` walks a toy batch through every formula.
+Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tokens, D hidden, L positions of
+a packed row. Run alone: `python starpo.py` walks a toy batch through every formula.
 """
 import math
 from collections import defaultdict, namedtuple
@@ -207,7 +207,7 @@ def compute_advantages(estimator, batch, values=None, ref_logprobs=None, *, kl_c
     return whiten(advantages, mask), returns
 
 # ----------------------------------------------------------------------------- packing and masked log-probs
-Piece = namedtuple("Piece", "member start stop prefix")     # ids start..stop-1; number of its prefix's piece
+Piece = namedtuple("Piece", "member start stop prefix")     # prefix: the number of that piece in the row
 
 def pack(tokens, loss_mask, group_ids=None, width=None):
     """Lay trajectories into packed rows: [prefix of a group | tail | tail | prefix of the next | tail ...].
@@ -215,9 +215,8 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
     tokens, loss_mask (B, T), group_ids (B,) or None; rows of width positions or one trajectory. The prefix
     is the longest run of ids common to a group's members before any member's first sampled token: ids are
     compared, group_ids is a mere hint. Ids are read up to the last sampled one, which is only predicted.
-    Returns rows, lists of Pieces (a prefix is its own prefix, and any member's); and on the CPU row (B,) and
-    column (B, T), where a trajectory's ids stand (row -1: nothing sampled). Raises ValueError if a first id
-    is sampled.
+    Returns rows, lists of Pieces (a prefix is its own); row (B,) and column (B, T), where ids stand (row -1:
+    nothing sampled), on the CPU. Raises ValueError if a first id is sampled.
 
     >>> rows = pack(torch.tensor([[7, 8, 1], [7, 9, 2]]), torch.tensor([[0, 0, 1], [0, 0, 1]]), [5, 5])[0]
     >>> [(p.start, p.stop, p.prefix) for p in rows[0]]
@@ -256,8 +255,8 @@ def attention_mask(pieces, dtype, window=None):
     number = torch.arange(len(pieces)).repeat_interleave(lengths)                    # (L,) of i's piece
     prefix = torch.tensor([piece.prefix for piece in pieces])[number]
     position = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-    see = (number == number[:, None]) | (number == prefix[:, None])   # j in the same trajectory or its prefix,
-    see &= torch.ones_like(see).tril()                                # and j <= i
+    see = (number == number[:, None]) | (number == prefix[:, None])   # j in i's trajectory or its prefix,
+    see &= torch.ones_like(see).tril()                                # and not behind i
     if window:                                                        # a layer that looks back only so far
         see &= position[:, None] - position < window
     return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[None, None]
@@ -290,25 +289,24 @@ class SkipMasked(TorchFunctionMode):
 def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """The hidden states that predict the sampled tokens (N, D), and the tokens' rows and columns in (B, T).
 
-    backbone: a transformers base model; set to eval mode: under dropout, the ratio of equal weights is not 1.
-    """
+    backbone: a transformers base model; set to eval mode: with dropout the ratio of equal weights is not 1."""
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     rows, row, column = pack(tokens, loss_mask, group_ids)
     b, t = loss_mask.bool().cpu().nonzero(as_tuple=True)
-    order = row[b].argsort(stable=True)
-    b, t = b[order], t[order]
-    r, c = row[b], column[b, t - 1]                 # the causal shift: t is predicted where t - 1 is read
+    starts = torch.tensor([0] + [sum(p.stop - p.start for p in pieces) for pieces in rows]).cumsum(0)
+    at = starts[row[b]] + column[b, t - 1]          # the causal shift: t is predicted where t - 1 is read
     hidden = [weight.new_zeros(0, config.hidden_size)]
-    for number, pieces in enumerate(rows):          # row by row: no padding goes through the model
+    for pieces in rows:                             # row by row: no padding goes through the model
         ids = torch.cat([tokens[p.member, p.start:p.stop] for p in pieces])[None].to(weight.device)  # (1, L)
         position = torch.cat([torch.arange(p.start, p.stop) for p in pieces])[None].to(weight.device)
         full, near = (attention_mask(pieces, weight.dtype, w).to(weight.device) for w in (None, window))
         mask = {"full_attention": full, "sliding_attention": near} if kinds and window else near      # Gemma
         with SkipMasked(pieces):
             out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-        hidden.append(out.last_hidden_state[0, c[r == number].to(weight.device)])
-    return torch.cat(hidden), b.to(weight.device), t.to(weight.device)
+        hidden.append(out.last_hidden_state[0])
+    b, t, at = (x.to(weight.device) for x in (b, t, at))
+    return torch.cat(hidden)[at], b, t
 
 def score_chunk(model, hidden, targets, temperature, with_entropy, vocab_size):
     """hidden (n, D), targets (n,) -> their log-probs (n,), and the entropies (n,) or None, in float32."""
@@ -361,8 +359,8 @@ def loss_weights(loss_mask, token_mean=False):
     """
     mask = loss_mask.bool().float()
     length = mask.sum(dim=1, keepdim=True)                                           # (B, 1)
-    by_row = mask / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
-    return mask / length.sum().clamp(min=1) if token_mean else by_row
+    total = length.sum() if token_mean else length * (length > 0).sum()
+    return mask / total.clamp(min=1)
 
 def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.2, clip_ratio_high=0.28,
                 weights=None):
@@ -371,8 +369,8 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.
         ratio = pi / pi_old
         loss  = - sum w min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
 
-    w: weights, by default loss_weights(loss_mask). StarPO-S clips higher above (0.28) than below: rare tokens
-    may grow. Returns the loss and scalar tensors: clip_frac (of sampled tokens), ratio_max_dev, kl_old.
+    w: weights, by default loss_weights(loss_mask). StarPO-S clips later above (0.28): rare tokens may grow.
+    Returns the loss and scalar tensors: clip_frac (of sampled tokens), ratio_max_dev, kl_old.
 
     >>> one = torch.ones(1, 1)
     >>> print(policy_loss(one * math.log(2), one * 0, one * 3, one)[0])       # ratio 2, clipped to 1.28
@@ -380,16 +378,15 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.
     """
     mask = loss_mask.bool()
     weights = loss_weights(mask) if weights is None else torch.where(mask, weights, 0)
-    logprobs, old_logprobs, advantages = (
-        torch.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
-    ratio = torch.exp(logprobs - old_logprobs)
+    log_ratio, advantages = torch.where(mask, logprobs - old_logprobs, 0), torch.where(mask, advantages, 0)
+    ratio = torch.exp(log_ratio)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     loss = -(weights * torch.minimum(unclipped, clipped)).sum()
     with torch.no_grad():
         return loss, {"clip_frac": masked_mean(clipped < unclipped, mask),
                       "ratio_max_dev": torch.cat([loss.new_zeros(1), (ratio - 1).abs().flatten()]).max(),
-                      "kl_old": masked_mean(old_logprobs - logprobs, mask)}
+                      "kl_old": masked_mean(-log_ratio, mask)}
 
 def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     """Half the squared error of the critic over sampled tokens (PPO); all (B, T).
@@ -407,28 +404,28 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
     values, returns = torch.where(mask, values, 0), torch.where(mask, returns, 0)
     error = clipped_error = (values - returns) ** 2
     if clip is not None:
-        old_values = torch.where(mask, old_values, 0)
-        clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+        change = torch.where(mask, values - old_values, 0)
+        clipped_error = (values - change + change.clamp(-clip, clip) - returns) ** 2
     loss = 0.5 * (weights * torch.maximum(error, clipped_error)).sum()
     return loss, {"value_clip_frac": masked_mean(clipped_error > error, mask)}
 
 # --------------------------------------------------------------------------------------------------- update
 def over_ranks(x):
-    """[x of rank 0, x of rank 1, ...] on every rank of a torchrun, [x] in a single process."""
+    """[x of rank 0, x of rank 1, ...] on every rank of a torchrun; [x] in a single process."""
     found = [x] * my_rank()[1]
     if len(found) > 1:
         distributed.all_gather_object(found, x)
     return found
 
 def my_rank():
-    """(rank, number of ranks): (0, 1) in a single process."""
+    """(rank, number of ranks); (0, 1) in a single process."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_batch, token_mean, seed):
     """Each epoch: rows with sampled tokens, shuffled, in ceil(n / size) nearly equal parts. On the CPU.
 
-    Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that fill one packed row of
-    tokens_per_micro_batch positions (or more, if one trajectory needs more); at least one a rank, if it can."""
+    Yields a minibatch's loss weights (B, T), and its micro-batches: (n,) rows that fill a packed row of
+    tokens_per_micro_batch positions (or one trajectory); small enough for every rank to have some."""
     rows, generator = loss_mask.any(dim=1).nonzero()[:, 0], torch.Generator().manual_seed(seed)
     for _ in range(epochs if len(rows) else 0):
         shuffled = rows[torch.randperm(len(rows), generator=generator)]
@@ -440,10 +437,8 @@ def minibatches(tokens, loss_mask, group_ids, epochs, size, tokens_per_micro_bat
             yield loss_weights(loss_mask & inside, token_mean), [chosen[part == i] for i in part.unique()]
 
 def step_or_skip(optimizer, max_grad_norm=1.0):
-    """Sum the gradient over ranks, clip it, and step. If its norm is not finite, weights and optimiser state
-    stay as they are.
-
-    Gradients are dropped either way. Returns the norm before clipping and whether it stepped."""
+    """Sum the gradient over ranks, clip it, and step if its norm is finite. Gradients are dropped either way.
+    Returns the norm before clipping and whether it stepped."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if my_rank()[1] > 1:                                              # one all-reduce of all gradients
         gradient = torch.cat([(p.detach() * 0 if p.grad is None else p.grad).flatten() for p in parameters])
@@ -485,9 +480,8 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
            shuffle_seed=0, supervised=False):
     """One iteration of StarPO on the kept trajectories: one step a minibatch, of policy and (if any) critic.
 
-    batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs,
-    old_values, returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO).
-    tokens_per_micro_batch is for memory alone. supervised: logprobs count as the old ones: w A grad log pi.
+    batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs, values,
+    returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO). supervised: logprobs count as the old ones: w A grad log pi.
     Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
     (more than rounding is a bug). With nothing sampled, one step counts as skipped."""
     device, (rank, ranks) = next(policy.parameters()).device, my_rank()
@@ -534,14 +528,8 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
 
 # -------------------------------------------------------------------------------------- collapse indicators
 def indicators(traj, rewards):
-    """What to watch for collapse, over all rows of a rollout before the filter, as floats.
-
-    traj: a Trajectories; rewards (B,): raw episode rewards. reward_std_in_group: population std, mean over
-    groups; zero_var_frac: share of groups with equal rewards; entropy: nats a sampled token; valid_frac: of
-    turns; reply_len: sampled tokens a turn; thought_len: words a turn; distinct_reply_frac: distinct first
-    replies per member, mean over groups; pass_at_g: share of groups with a success; tokens: sampled. The Echo
-    Trap: reward_std_in_group, entropy and distinct_reply_frac fall, then grad_norm leaps.
-    """
+    """What to watch for collapse, over all rows of a rollout before the filter, as floats (table in README).
+    traj: a Trajectories; rewards (B,): raw episode rewards."""
     index, size, _, std, equal = group_stats(rewards, traj.group_ids)
     turns, replies = [turn for info in traj.infos for turn in info["turns"]], defaultdict(set)
     for group, info in zip(index.tolist(), traj.infos):
@@ -558,26 +546,6 @@ def indicators(traj, rewards):
         "valid_frac": sum(turn["valid"] for turn in turns) / n,
         "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / max(1, len(traj.infos))}
 
-def demo():
-    """Two groups of two trajectories, two turns of two tokens each, through every formula."""
-    from types import SimpleNamespace
-    from model import load_policy
-    torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
-    (model, _), tokens = load_policy("tiny", "cpu"), torch.arange(40).view(4, 10)
-    tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
-    mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
-    b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2)
-    b.rewards, b.penalties = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]]), -mask[:, 3:5] * 0.1
-    b.logprobs = token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
-    rewards = episode_rewards(b.rewards, b.penalties)
-    shown = {"episode rewards": rewards, "kept with keep=0.5": filter_groups(rewards, b.group_ids, 0.5),
-             "token rewards": place_rewards(b.rewards + b.penalties, mask, turn_ids),
-             "packed row": pack(tokens, mask, b.group_ids)[0][0], "loss weights": loss_weights(mask)}
-    for x in ("grpo", "gae", "bilevel"):
-        shown[f"advantages, {x}"] = compute_advantages(x, b, torch.zeros(4, 10))[0]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    shown["update"] = update(model, optimizer, b, shown["advantages, grpo"])
-    print(*(f"{name}\n{value}\n" for name, value in shown.items()), sep="\n")
-
 if __name__ == "__main__":
-    demo()
+    from rollout import toy_batch           # the demo: two groups of two trajectories through every formula
+    toy_batch()

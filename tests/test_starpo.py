@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import rollout
 import starpo
 from starpo import (
     bilevel_gae, compute_advantages, episode_rewards, explained_variance, filter_groups, gae, grpo_advantages,
@@ -1013,7 +1014,7 @@ def test_doctests():
 
 def test_demo_runs(capsys):
     state = torch.get_rng_state()
-    starpo.demo()
+    rollout.toy_batch()
     torch.set_rng_state(state)
     torch.set_printoptions(profile="default")
     assert "ratio_max_dev" in capsys.readouterr().out
