@@ -55,6 +55,11 @@ class Trajectories:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def cpu(self) -> "Trajectories":
+        """The same on the CPU."""
+        return Trajectories(**{f.name: x.cpu() if torch.is_tensor(x) else x
+                               for f in fields(self) for x in [getattr(self, f.name)]})
+
     def select(self, keep: torch.Tensor) -> "Trajectories":
         """The rows where `keep` (B,) bool is True, in order; every per-row field stays in step."""
         rows = keep.nonzero().flatten()
@@ -62,6 +67,18 @@ class Trajectories:
         return Trajectories(**{
             name: value[rows] if torch.is_tensor(value) else [value[i] for i in rows.tolist()]
             for name, value in picked.items()})
+
+
+def join(parts: list[Trajectories]) -> Trajectories:
+    """Batches of several ranks, one behind the other, padded to the longest row and the most turns."""
+    def stack(name, values):
+        if not torch.is_tensor(values[0]):
+            return [item for value in values for item in value]
+        if values[0].dim() == 1:
+            return torch.cat(values)
+        width, filler = max(value.shape[1] for value in values), -1 if name == "turn_ids" else 0
+        return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1]), value=filler) for x in values])
+    return Trajectories(**{f.name: stack(f.name, [getattr(x, f.name) for x in parts]) for f in fields(parts[0])})
 
 
 class Episode:
@@ -347,7 +364,7 @@ def rollout(model, tokenizer, envs, seeds, noise_seeds, group_ids, *, temperatur
     finished rows. Raises ValueError when not even a first prompt fits in the context.
     """
     seeds, noise_seeds, group_ids = (torch.as_tensor(x).tolist() for x in (seeds, noise_seeds, group_ids))
-    chat = ChatFormat(tokenizer, model)
+    chat = ChatFormat(tokenizer, model, think)
     limit = min([n for n in (max_context, context_length(model)) if n], default=1 << 30)
     episodes = [Episode(env, chat, seed, noise_seed, max_new_tokens, limit, think, format_penalty)
                 for env, seed, noise_seed in zip(envs, seeds, noise_seeds, strict=True)]

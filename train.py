@@ -23,9 +23,12 @@ import difflib
 import itertools
 import json
 import math
+import os
 import random
 import re
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -36,11 +39,12 @@ import torch
 from tqdm import tqdm
 
 from envs import make_env, random_success
-from model import Critic, context_length, find_checkpoint, load_policy, load_trainer, save_checkpoint
+from model import (Critic, add_lora, context_length, find_checkpoint, load_policy, load_trainer, memory_plan,
+                   pick_device, read_model, save_checkpoint, trainable)
 from results.plot import draw_run
-from rollout import Trajectories, rollout
-from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, token_logprobs,
-                    token_values, update)
+from rollout import Trajectories, join, rollout
+from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, my_rank, over_ranks,
+                    token_logprobs, token_values, update)
 
 
 def option(default, help: str, allowed=None):
@@ -97,7 +101,10 @@ class Config:
     eval_split: str = option("test", "tune: other levels, to choose settings by", ["test", "tune"])
     eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", (0, 10**9))
     save_every: int = option(50, "iterations between checkpoints (0: only at the end)", (0, 10**9))
-    tokens_per_micro_batch: int = option(2048, "tokens a pass, bounds memory", (1, 10**9))
+    tokens_per_micro_batch: int = option(2048, "tokens a pass, bounds memory (GPU: 8192)", (1, 10**9))
+    lora_rank: int = option(0, "train LoRA factors alone (0: all weights; 8..64, at 10 x lr)", (0, 4096))
+    preset: str = option(None, "defaults of another kind (paper: Qwen2.5-0.5B, PPO)", ["paper"])
+    dry_run: bool = option(False, "print what an iteration needs, load no weights, and stop")
     device: str = option("auto", "auto (cuda, mps, cpu) or a torch device")
     dtype: str = option("auto", "of the forward pass", ["auto", "float32", "bfloat16"])
     threads: int = option(0, "CPU threads (0: torch's choice)", (0, 10**9))
@@ -108,9 +115,16 @@ ALGORITHMS = {
     "starpo-s": dict(keep=0.25, clip_ratio_high=0.28, kl_coef=0.0),
     "sft": dict(keep=1.0, clip_ratio_high=0.2, kl_coef=0.0),
 }
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-0.5B-Instruct", estimator="gae", lr=1e-6, critic_lr=1e-5, iters=200,
+                         entropy_coef=0.001, warmup=0, max_new_tokens=400, eval_every=10, eval_n=256)}
 TUNED = {("frozenlake", "starpo-s", "tiny"): dict(keep=0.5, lr=1e-4)}      # rewards are mostly luck
 TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
 SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
+# of Config, what these two functions take by the same name:
+ADVANTAGE_OPTIONS = "kl_coef gamma lam gamma_turn lam_turn normalize_std"
+UPDATE_OPTIONS = ("epochs minibatch_size tokens_per_micro_batch clip_ratio_low clip_ratio_high value_clip kl_coef "
+                  "entropy_coef token_mean temperature max_grad_norm")
+PATIENCE = 3                                    # iterations without a finite step before a run gives up
 CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
 # on the screen:
 COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "entropy": "entropy",
@@ -122,12 +136,11 @@ COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group":
 def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
     """StarPO: each iteration is rollout, filter, advantages, update. Fills the run folder; returns its
     summary."""
-    run, clock = Run(cfg), Clock()
+    run, clock, (rank, ranks), stop, failed = Run(cfg), Clock(), my_rank(), Interrupt(), 0
     sft = cfg.algo == "sft"     # the policy gradient with advantage 1, on dialogues that somebody else played
-    optimizers = {"policy": torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=0.0)}
-    if critic is not None:
-        optimizers["critic"] = torch.optim.AdamW(critic.parameters(), lr=cfg.critic_lr, weight_decay=0.0)
-    start = run.restore(critic, optimizers) if cfg.resume else 0
+    optimizers = {name: torch.optim.AdamW(trainable(module).values(), weight_decay=0.0)
+                  for name, module in (("policy", model), ("critic", critic)) if module is not None}
+    start = run.restore(model, critic, optimizers) if cfg.resume else 0
     with clock("evaluation"):                   # of a resumed run, too, "before" is where it began
         origin = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if cfg.resume else model
         before = run.first_evaluation(origin, tokenizer)
@@ -147,33 +160,36 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
             metrics = {**indicators(batch, returns), "groups_kept": len(batch.group_ids[keep].unique())}
             kept, metrics["optimizer_steps"] = batch.select(keep), 0
             if len(kept):
-                with torch.no_grad():                                                        # both (B, T)
-                    ref_logprobs = reference and token_logprobs(
-                        reference, kept.tokens, kept.loss_mask, kept.group_ids, cfg.temperature,
-                        vocab_size=len(tokenizer))[0]
-                    values = critic and token_values(critic, kept.tokens, kept.loss_mask, kept.group_ids)
+                mine = kept.loss_mask & (torch.arange(len(kept)) % ranks == rank).to(keep.device)[:, None]
+                with torch.no_grad():                   # both (B, T); each rank scores its rows
+                    ref_logprobs = reference and sum(over_ranks(token_logprobs(
+                        reference, kept.tokens, mine, kept.group_ids, cfg.temperature,
+                        vocab_size=len(tokenizer))[0].cpu()))
+                    values = critic and sum(over_ranks(
+                        token_values(critic, kept.tokens, mine, kept.group_ids).cpu()))
                 advantages, targets = (kept.loss_mask.float(), None) if sft else compute_advantages(
-                    cfg.estimator, kept, values, ref_logprobs, kl_coef=cfg.kl_coef, gamma=cfg.gamma,
-                    lam=cfg.lam, gamma_turn=cfg.gamma_turn, lam_turn=cfg.lam_turn,
-                    normalize_std=cfg.normalize_std)
+                    cfg.estimator, kept, values, ref_logprobs, **part_of(cfg, ADVANTAGE_OPTIONS))
                 metrics |= update(
                     model, optimizers["policy"], kept, advantages, supervised=sft, ref_logprobs=ref_logprobs,
                     critic=critic, critic_optimizer=optimizers.get("critic"), old_values=values,
-                    returns=targets, epochs=cfg.epochs, minibatch_size=cfg.minibatch_size,
-                    clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high,
-                    value_clip=cfg.value_clip, kl_coef=cfg.kl_coef, kl_in_loss=critic is None,
-                    entropy_coef=cfg.entropy_coef, token_mean=cfg.token_mean, temperature=cfg.temperature,
-                    vocab_size=len(tokenizer), max_grad_norm=cfg.max_grad_norm,
-                    tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-                    shuffle_seed=sample_seed(cfg, iteration))
+                    returns=targets, kl_in_loss=critic is None, vocab_size=len(tokenizer),
+                    shuffle_seed=sample_seed(cfg, iteration), **part_of(cfg, UPDATE_OPTIONS))
 
         if cfg.eval_every and (iteration + 1) % cfg.eval_every == 0:
             with clock("evaluation"):
                 quick = evaluate(cfg, model, tokenizer, min(cfg.eval_n, 256), cfg.eval_temperature)
                 metrics["eval_success"] = success_of(quick).mean().item()
         run.log(iteration, metrics, time.perf_counter() - began, batch)
-        if cfg.save_every and (iteration + 1) % cfg.save_every == 0 or iteration + 1 == cfg.iters:
+        failed = failed + 1 if metrics.get("skipped_steps") and not metrics["optimizer_steps"] else 0
+        if failed == PATIENCE:
+            raise FloatingPointError(f"{PATIENCE} iterations without a finite gradient; the last good weights "
+                                     f"are in {run.folder / 'checkpoint'}")
+        stopped = any(over_ranks(stop.asked))
+        if cfg.save_every and (iteration + 1) % cfg.save_every == 0 or iteration + 1 == cfg.iters or stopped:
             run.save(iteration + 1, model, tokenizer, critic, optimizers)
+        if stopped and iteration + 1 < cfg.iters:
+            print(f"saved after iteration {iteration + 1}; go on with: python train.py --resume {run.folder}")
+            sys.exit(130)
 
     with clock("evaluation"):
         after = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
@@ -181,16 +197,19 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
 
 
 def play_groups(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
-    """One iteration's rollouts: `groups` levels, each played `group_size` times with luck of its own."""
-    first = train_seed(cfg, iteration * cfg.groups)
-    rows = [(group, first + group, member) for group in range(cfg.groups) for member in range(cfg.group_size)]
+    """One iteration's rollouts: `groups` levels, each played `group_size` times with luck of its own. Ranks
+    share the groups, and each gets all the trajectories."""
+    first, (rank, ranks) = train_seed(cfg, iteration * cfg.groups), my_rank()
+    mine = torch.arange(cfg.groups).tensor_split(ranks)[rank].tolist()
+    rows = [(group, first + group, member) for group in mine for member in range(cfg.group_size)]
     noise_seeds = [noise_seed(level, member * (cfg.noise == "independent")) for _, level, member in rows]
     with tqdm(total=len(rows), desc=f"rollout {iteration + 1}", leave=False, disable=None) as bar:
-        return rollout(
+        batch = rollout(
             model, tokenizer, [make(cfg) for _ in rows], [level for _, level, _ in rows], noise_seeds,
             [group for group, _, _ in rows], temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens,
             sample_seed=sample_seed(cfg, iteration), think=cfg.think, format_penalty=cfg.format_penalty,
             progress=lambda n: bar.update(n - bar.n))
+    return join(over_ranks(batch.cpu())) if ranks > 1 else batch
 
 
 def demonstrations(cfg: Config, _, tokenizer, iteration: int) -> Trajectories:
@@ -234,18 +253,24 @@ def make(cfg: Config, name: str | None = None):
                     **{key: value for key, value in limits.items() if value is not None})
 
 
+def part_of(cfg: Config, names: str) -> dict:
+    """Some of the configuration's fields, by name."""
+    return {name: getattr(cfg, name) for name in names.split()}
+
+
 # ----------------------------------------------------------------------------------------------- evaluation
 
 def evaluate(cfg: Config, model, tokenizer, n: int, temperature: float, name: str | None = None) -> list:
     """Play n held-out levels once each -> Trajectories in batches; levels, luck and streams are always the
     same."""
-    batches, first = [], SPLITS[cfg.eval_split]
-    for chunk in tqdm(torch.arange(first, first + n).split(128), "evaluation", leave=False, disable=None):
+    batches, first, (rank, ranks) = [], SPLITS[cfg.eval_split], my_rank()
+    mine = torch.arange(first, first + n).tensor_split(ranks)[rank]
+    for chunk in tqdm(mine.split(128) if len(mine) else (), "evaluation", leave=False, disable=None):
         seeds = chunk.tolist()
         batches.append(rollout(
             model, tokenizer, [make(cfg, name) for _ in seeds], seeds, [noise_seed(s, 0) for s in seeds],
             seeds, temperature=temperature, max_new_tokens=cfg.max_new_tokens, think=cfg.think))
-    return batches
+    return sum(over_ranks([batch.cpu() for batch in batches]), []) if ranks > 1 else batches
 
 
 def success_of(batches: list[Trajectories]) -> torch.Tensor:
@@ -280,6 +305,19 @@ def evaluate_only(cfg: Config, model, tokenizer) -> dict:
 
 
 # ----------------------------------------------------------------------------------------------- the report
+
+class Interrupt:
+    """Ctrl-C: the iteration at hand is finished and saved; a second one stops at once."""
+
+    def __init__(self):
+        self.asked = False
+        signal.signal(signal.SIGINT, self)
+
+    def __call__(self, number, frame):
+        print("Ctrl-C: stopping after this iteration (again: at once, without saving)")
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Clock(Counter):
     """Seconds by what they were spent on: `with clock("rollout"): ...`."""
@@ -328,15 +366,16 @@ class Run:
 
     def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
         """Checkpoint after `iteration` iterations."""
-        save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
-                        {"iteration": iteration, **self.first})
+        if not my_rank()[0]:
+            save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
+                            {"iteration": iteration, **self.first})
 
-    def restore(self, critic, optimizers: dict) -> int:
+    def restore(self, model, critic, optimizers: dict) -> int:
         """Take up the saved state (main loaded the weights from the same folder) -> the iteration to go on
         from."""
-        state = load_trainer(self.folder / "checkpoint", critic, optimizers)
-        lines = self.metrics.read_text().splitlines(keepends=True)[:state["iteration"]]    # one an iteration
-        self.metrics.write_text("".join(lines))
+        state = load_trainer(Path(self.cfg.resume) / "checkpoint", critic, optimizers, model)
+        lines = (Path(self.cfg.resume) / "metrics.jsonl").read_text().splitlines(keepends=True)
+        self.metrics.write_text("".join(lines[:state["iteration"]]))                       # one an iteration
         return state["iteration"]
 
     def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:
@@ -396,6 +435,7 @@ def parse_flags(argv: list[str]) -> dict:
 def configure(argv: list[str]) -> Config:
     """The configuration of a new run, a resumed one, or an evaluation. Raises ValueError with one line."""
     given = parse_flags(argv)
+    given = PRESETS.get(given.get("preset"), {}) | given
     folder = Path(given.get("resume") or given.get("eval_only") or "")
     saved = json.loads((folder / "config.json").read_text()) if (folder / "metrics.jsonl").exists() else {}
     if "resume" in given:
@@ -414,7 +454,7 @@ def configure(argv: list[str]) -> Config:
 def weights_of(cfg: Config) -> str:
     """Where a run's weights come from: its model, or the checkpoint of the run that it resumes or
     evaluates."""
-    folder = cfg.resume or cfg.eval_only
+    folder = (not cfg.lora_rank and cfg.resume) or cfg.eval_only     # LoRA: the start; factors come later
     return str(find_checkpoint(Path(folder) / "checkpoint")) if folder and folder != cfg.model else cfg.model
 
 
@@ -442,6 +482,8 @@ def validate(cfg: Config) -> Config:
             continue
         if not (value in allowed if isinstance(allowed, list) else allowed[0] <= value <= allowed[1]):
             raise ValueError(f"--{field.name} {value}: must be in {allowed}")
+    if cfg.groups < int(os.environ.get("WORLD_SIZE", 1)):
+        raise ValueError(f"--groups {cfg.groups}: must be at least the number of processes")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
         raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
@@ -458,16 +500,48 @@ def validate(cfg: Config) -> Config:
     return cfg
 
 
+def dry_run(cfg: Config) -> dict:
+    """--dry_run: the tokens and memory an iteration needs, without any weights."""
+    model, tokenizer = read_model(weights_of(cfg))
+    add_lora(model, cfg.lora_rank) if cfg.lora_rank else None
+    silent = rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
+                     max_context=context_length(model), script=lambda env, row: "")
+    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and pick_device(cfg.device).type == "cuda"
+    plan = memory_plan(
+        model, rows=cfg.groups * cfg.group_size, turns=silent.rewards.shape[1], cache_bytes=4 - 2 * half,
+        max_new_tokens=cfg.max_new_tokens, shown_tokens=int(silent.lengths[0]),
+        critic=cfg.algo != "sft" and cfg.estimator != "grpo", reference=cfg.algo != "sft" and cfg.kl_coef > 0)
+    for name, x in plan.items():
+        print(f"  {name:22s} " + (f"{x:14,}" if isinstance(x, int) else f"{x:14.3f} GiB"))
+    return plan
+
+
+def join_ranks(cfg: Config) -> None:
+    """Under torchrun: find the other processes. All but the first are silent and write to a folder nobody
+    reads."""
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if my_rank()[0]:
+            sys.stdout, cfg.out = open(os.devnull, "w"), tempfile.mkdtemp()
+
+
 def main(argv: list[str] | None = None) -> dict:
     """Command line: configure, load, then train or evaluate. Bad input ends with one line and exit code 2."""
     try:
         cfg = configure(sys.argv[1:] if argv is None else argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
-        model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype)
+        if cfg.dry_run:
+            return dry_run(cfg)
+        join_ranks(cfg)
+        lora_rank = 0 if cfg.eval_only else cfg.lora_rank
+        model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype, lora_rank)
         rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
                 max_context=context_length(model), script=lambda env, row: "")    # is there room for a reply?
         training = cfg.algo != "sft" and not cfg.eval_only
-        critic = Critic(cfg.model, cfg.device, cfg.dtype) if training and cfg.estimator != "grpo" else None
+        critic = None if not training or cfg.estimator == "grpo" else Critic(cfg.model, cfg.device, cfg.dtype,
+                                                                             lora_rank)
         reference = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if training and cfg.kl_coef else None
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -477,7 +551,10 @@ def main(argv: list[str] | None = None) -> dict:
           + "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v is not None))
     if cfg.eval_only:
         return evaluate_only(cfg, model, tokenizer)
-    return train(cfg, model, tokenizer, critic, reference)
+    try:
+        return train(cfg, model, tokenizer, critic, reference)
+    except FloatingPointError as error:
+        sys.exit(f"train.py: {error}")
 
 
 if __name__ == "__main__":
