@@ -9,28 +9,33 @@ assistant's tokens by counting control tokens. Text does not survive that trip: 
 characters, a stripped thought or a cut action list make the trained ids differ from the sampled ones. Here
 ids are appended, and the mask is known.
 
-In reading order: read_model, load_policy, LoRA, ChatFormat, Critic, save_checkpoint / load_trainer,
-memory_plan, and the built-in tiny model: 1.1 M parameters that live in tiny/ and need no download.
+In reading order: read_model, load_policy, LoRA, ChatFormat, Critic, save_checkpoint / load_trainer, the run
+folder, memory_plan. The built-in tiny model lives in tiny/ (1.1 M parameters; tiny/rebuild.py made it).
 
     python model.py             # describes the tiny model and tokenizes a prompt
     python model.py --rebuild   # makes tiny/ again from nothing, by supervised training
 """
 import argparse
 import inspect
-import itertools
 import json
+import math
 import os
-import random
 import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
+from runpy import run_path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
+from torch import distributed, nn
 from torch.nn.functional import linear
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
@@ -50,12 +55,23 @@ def pick_device(device: str = "auto") -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def join_ranks() -> int:
+    """Under torchrun: find the other processes -> the number of this one, 0 alone. All but 0 are silent."""
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if distributed.get_rank():
+            sys.stdout = open(os.devnull, "w")
+    return int(os.environ.get("RANK", 0))
+
+
 def first_line(error: Exception) -> str:
     """What an error says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
-def read_model(name: str = "tiny"):
+def read_model(name: str = "tiny", lora_rank: int = 0):
     """Read all of a model but its weights: what cannot work is said before gigabytes are loaded.
 
     name as in load_policy. Returns (model, tokenizer); the model is on torch's meta device, so it has
@@ -88,6 +104,8 @@ def read_model(name: str = "tiny"):
         highest, rows = ChatFormat(tokenizer, model).highest_id(), len(model.get_input_embeddings().weight)
         if highest >= rows:
             raise ValueError(f"the tokenizer has ids up to {highest}, the model's embedding {rows} rows")
+        if lora_rank:
+            add_lora(model, lora_rank)
     except Exception as error:          # transformers' own message where it has no such model
         raise ValueError(f"--model {name}: {first_line(error)}") from None
     return model, tokenizer
@@ -411,6 +429,73 @@ def load_trainer(folder, critic=None, optimizers: dict | None = None, model=None
 
 # ------------------------------------------------------------------------------------------ what a run needs
 
+class Interrupt:
+    """Ctrl-C: the iteration at hand is finished and saved; a second one stops at once."""
+
+    def __init__(self):
+        self.asked = False
+        signal.signal(signal.SIGINT, self)
+
+    def __call__(self, number, frame):
+        print("Ctrl-C: stopping after this iteration (again: at once, without saving)")
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Clock(Counter):
+    """Seconds by what they were spent on: `with clock("rollout"): ...`."""
+
+    @contextmanager
+    def __call__(self, name: str):
+        self[name] -= time.perf_counter()
+        yield
+        self[name] += time.perf_counter()
+
+
+class Run:
+    """A run folder: config.json, metrics.jsonl, samples/, checkpoint/. A rank other than 0 writes to a folder
+    that nobody reads. columns: metric -> its name on the screen."""
+
+    def __init__(self, config: dict, columns: dict, rank: int = 0):
+        self.folder, self.rank = Path(tempfile.mkdtemp() if rank else config["out"]), rank
+        self.config, self.columns, self.began, self.first = config, columns, time.perf_counter(), {}
+        self.metrics = self.folder / "metrics.jsonl"
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+
+    def log(self, iteration: int, metrics: dict, seconds: float, texts: list[str]) -> None:
+        """A line of metrics.jsonl and one on the screen; every ten iterations the texts of some dialogues."""
+        row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
+        row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
+        with open(self.metrics, "a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+        if iteration == 0 or (iteration + 1) % 10 == 0:
+            (self.folder / "samples" / f"{iteration + 1:05d}.txt").write_text(f"\n{'=' * 80}\n".join(texts))
+        cells = "  ".join(f"{label} {row[key]:6.3f}" for key, label in self.columns.items() if key in row)
+        tqdm.write(f"{iteration + 1:4d}/{self.config['iters']}  {cells}  {seconds:5.1f} s")
+
+    def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
+        """Checkpoint after `iteration` iterations, with what the first evaluation found."""
+        if not self.rank:
+            try:
+                save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
+                                {"iteration": iteration, **self.first})
+            except FloatingPointError as error:
+                sys.exit(f"train.py: {error}")
+
+    def good(self) -> str:
+        """Where the last good weights are, in words."""
+        path = self.folder / "checkpoint"
+        return f"the last good weights are in {path}" if path.exists() else "nothing was saved yet"
+
+    def restore(self, folder: str, model, critic, optimizers: dict) -> int:
+        """Take up the state saved in a run folder (the weights are loaded) -> the iteration to go on from."""
+        state = load_trainer(Path(folder) / "checkpoint", critic, optimizers, model)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)
+        self.metrics.write_text("".join(lines[:state["iteration"]]))                       # one an iteration
+        return state["iteration"]
+
+
 def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int, shown_tokens: int,
                 critic: bool = False, reference: bool = False, cache_bytes: int = 4) -> dict:
     """What an iteration takes at most: counts (int) and memory in GiB (float), by what it is for.
@@ -443,91 +528,6 @@ def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int,
 
 # -------------------------------------------------------------------------------------- built-in tiny model
 
-TINY_TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-                 "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-                 "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-# A token is three cells of a grid row (a short row shows the model where in it a thing stands), a word with
-# its blank, a digit, "||", or any other character by itself.
-TINY_SPLIT = r"[#_OXPS√G]{3}| ?[A-Z]?[a-z]+| ?\|\|| ?[0-9]|[^\S\n]+|\n|."
-
-
-def tiny_tokenizer(texts, vocab_size: int = 704) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer whose merges are learned from `texts`: the words of the games are one
-    token each, and any other text still has ids, byte by byte."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(TINY_SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tags = [AddedToken(tag, normalized=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size - len(tags), special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    tokenizer.add_tokens(tags)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=TINY_TEMPLATE, clean_up_tokenization_spaces=False)
-
-
-def tiny_model(vocab_size: int, seed: int = 0) -> LlamaForCausalLM:
-    """The tiny model's architecture with random weights: a Llama with one key/value head and tied
-    embeddings."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=vocab_size, hidden_size=128, intermediate_size=352, num_hidden_layers=6,
-            num_attention_heads=4, num_key_value_heads=1, head_dim=32, max_position_embeddings=2048,
-            rope_parameters={"rope_type": "default", "rope_theta": 200.0},      # dialogues are short
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=2, pad_token_id=0)).eval()
-
-
-# Supervised phases of the warm start. First every dialogue is careful, so that the model learns to see and
-# to plan; then only a part is, and what it learns is that there are several ways to think: which of them
-# pays is left to RL.
-RECIPE = (dict(iters=1300, lr=2e-3, careful=1.0), dict(iters=300, lr=6e-4, careful=1.0),
-          dict(iters=200, lr=4e-4, careful=0.3), dict(iters=80, lr=1e-4, careful=0.3))
-
-
-def rebuild(folder: Path = TINY) -> None:
-    """Make the tiny model from nothing, within an hour on two cores, and print how well it plays."""
-    import envs
-    import train
-    work = Path("runs") / "rebuild"
-    shutil.rmtree(work, ignore_errors=True)
-
-    def texts():
-        """What the tokenizer learns from: prompts, demonstrations and grids of the three games (never a
-        variant)."""
-        dice = random.Random(0)
-        for seed, name in itertools.product(range(2000), ("bandit", "sokoban", "frozenlake")):
-            env = envs.make_env(name)
-            observation, _ = env.reset(900_000_000 + seed)
-            yield observation
-            if seed < 300:
-                yield "user\nassistant\nsystem\n" + envs.first_prompt(env, observation, think=seed % 2 == 0)
-                yield envs.next_prompt(env, observation, dice.uniform(-1, 11), seed % 2 == 0, 2 + seed % 4,
-                                       seed % 10)
-                yield env.demonstrate(dice, careful=seed % 2 == 0)
-            for action in dice.choices(env.actions, k=4):
-                yield env.step(action)[0]
-
-    tokenizer = tiny_tokenizer(texts())
-    model = tiny_model(len(tokenizer))
-    save_checkpoint(work / "start", model, tokenizer)
-    source, games = work / "start", ",".join(["sokoban"] * 6 + ["frozenlake", "bandit"])
-    for number, phase in enumerate(RECIPE):
-        out = work / f"phase{number}"
-        train.main(f"--algo sft --model {source} --env {games} --groups 1 --group_size 24 --dtype bfloat16 "
-                   f"--out {out} --eval_every 0 --eval_n 64 --eval_split tune --seed {100 + number} "
-                   "--max_new_tokens 80".split()
-                   + [f"--{name}={value}" for name, value in phase.items()])
-        source = out / "checkpoint"
-    model, tokenizer = load_policy(str(source))
-    model.to(torch.bfloat16).save_pretrained(folder)        # half the size; loaded as float32
-    tokenizer.save_pretrained(folder)
-
-
 def describe() -> None:
     """Print what the tiny model is, and how it sees a prompt."""
     from envs import first_prompt, make_env
@@ -546,4 +546,4 @@ def describe() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Describe the built-in tiny model, or make it again.")
     parser.add_argument("--rebuild", action="store_true", help="train tiny/ from nothing, within an hour")
-    rebuild() if parser.parse_args().rebuild else describe()
+    run_path(str(TINY / "rebuild.py"))["rebuild"]() if parser.parse_args().rebuild else describe()

@@ -78,7 +78,8 @@ def join(parts: list[Trajectories]) -> Trajectories:
             return torch.cat(values)
         width, filler = max(value.shape[1] for value in values), -1 if name == "turn_ids" else 0
         return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1]), value=filler) for x in values])
-    return Trajectories(**{f.name: stack(f.name, [getattr(x, f.name) for x in parts]) for f in fields(parts[0])})
+    names = [f.name for f in fields(Trajectories)]
+    return Trajectories(**{name: stack(name, [getattr(part, name) for part in parts]) for name in names})
 
 
 class Episode:

@@ -289,7 +289,7 @@ class SkipMasked(TorchFunctionMode):
 def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     """The hidden states that predict the sampled tokens (N, D), and the tokens' rows and columns in (B, T).
 
-    backbone: a transformers base model; set to eval mode: with dropout the ratio of equal weights is not 1."""
+    backbone: a transformers base model; set to eval mode: with dropout equal weights have no ratio of 1."""
     weight, config = next(backbone.eval().parameters()), backbone.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     rows, row, column = pack(tokens, loss_mask, group_ids)
@@ -481,7 +481,7 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
     """One iteration of StarPO on the kept trajectories: one step a minibatch, of policy and (if any) critic.
 
     batch: anything with tokens, loss_mask, logprobs (B, T), group_ids (B,). advantages, ref_logprobs, values,
-    returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO). supervised: logprobs count as the old ones: w A grad log pi.
+    returns: (B, T). kl_in_loss adds kl_coef * (logp - logp_ref)^2 / 2 (k2, for GRPO). supervised: ratio 1.
     Returns summary's dict, nll (nats a token), kl_ref (k3), explained_variance of old_values, ratio_max_dev
     (more than rounding is a bug). With nothing sampled, one step counts as skipped."""
     device, (rank, ranks) = next(policy.parameters()).device, my_rank()
@@ -547,5 +547,4 @@ def indicators(traj, rewards):
         "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / max(1, len(traj.infos))}
 
 if __name__ == "__main__":
-    from rollout import toy_batch           # the demo: two groups of two trajectories through every formula
-    toy_batch()
+    __import__("rollout").toy_batch()       # two groups of two trajectories through every formula

@@ -26,12 +26,8 @@ import math
 import os
 import random
 import re
-import signal
 import sys
-import tempfile
 import time
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +35,8 @@ import torch
 from tqdm import tqdm
 
 from envs import make_env, random_success
-from model import (Critic, add_lora, context_length, find_checkpoint, load_policy, load_trainer, memory_plan,
-                   pick_device, read_model, save_checkpoint, trainable)
+from model import (Clock, Critic, Interrupt, Run, context_length, find_checkpoint, join_ranks, load_policy,
+                   memory_plan, read_model, trainable)
 from results.plot import draw_run
 from rollout import Trajectories, join, rollout
 from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, my_rank, over_ranks,
@@ -63,7 +59,7 @@ class Config:
     estimator: str = option("grpo", "of advantages; the last two have a critic", ["grpo", "gae", "bilevel"])
     groups: int = option(8, "levels an iteration, P (usual 4..32)", (1, 10**9))
     group_size: int = option(16, "episodes a level, N (usual 4..32)", (1, 4096))
-    iters: int = option(None, "iterations (tiny 60, else 200)", (1, 10**9))
+    iters: int = option(None, "iterations (tiny 40, else 200)", (1, 10**9))
     epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", (1, 10**9))
     minibatch_size: int = option(32, "trajectories an optimizer step", (1, 10**9))
     lr: float = option(None, "policy learning rate (tiny 3e-4; a pretrained 0.5 B model 1e-6)", (1e-9, 1e9))
@@ -115,16 +111,15 @@ ALGORITHMS = {
     "starpo-s": dict(keep=0.25, clip_ratio_high=0.28, kl_coef=0.0),
     "sft": dict(keep=1.0, clip_ratio_high=0.2, kl_coef=0.0),
 }
-PRESETS = {"paper": dict(model="Qwen/Qwen2.5-0.5B-Instruct", estimator="gae", lr=1e-6, critic_lr=1e-5, iters=200,
-                         entropy_coef=0.001, warmup=0, max_new_tokens=400, eval_every=10, eval_n=256)}
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-0.5B-Instruct", estimator="gae", lr=1e-6, entropy_coef=0.001,
+                         warmup=0, max_new_tokens=400, eval_every=10, eval_n=256)}
 TUNED = {("frozenlake", "starpo-s", "tiny"): dict(keep=0.5, lr=1e-4)}      # rewards are mostly luck
 TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
 SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
 # of Config, what these two functions take by the same name:
 ADVANTAGE_OPTIONS = "kl_coef gamma lam gamma_turn lam_turn normalize_std"
-UPDATE_OPTIONS = ("epochs minibatch_size tokens_per_micro_batch clip_ratio_low clip_ratio_high value_clip kl_coef "
-                  "entropy_coef token_mean temperature max_grad_norm")
-PATIENCE = 3                                    # iterations without a finite step before a run gives up
+UPDATE_OPTIONS = ("epochs minibatch_size tokens_per_micro_batch clip_ratio_low clip_ratio_high value_clip "
+                  "kl_coef entropy_coef token_mean temperature max_grad_norm")
 CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
 # on the screen:
 COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "entropy": "entropy",
@@ -136,14 +131,17 @@ COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group":
 def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
     """StarPO: each iteration is rollout, filter, advantages, update. Fills the run folder; returns its
     summary."""
-    run, clock, (rank, ranks), stop, failed = Run(cfg), Clock(), my_rank(), Interrupt(), 0
+    clock, (rank, ranks), stop, failed = Clock(), my_rank(), Interrupt(), 0
+    run = Run(dict(vars(cfg)), COLUMNS, rank)
+    advantage_options, update_options = ({name: getattr(cfg, name) for name in names.split()}
+                                         for names in (ADVANTAGE_OPTIONS, UPDATE_OPTIONS))
     sft = cfg.algo == "sft"     # the policy gradient with advantage 1, on dialogues that somebody else played
     optimizers = {name: torch.optim.AdamW(trainable(module).values(), weight_decay=0.0)
                   for name, module in (("policy", model), ("critic", critic)) if module is not None}
-    start = run.restore(model, critic, optimizers) if cfg.resume else 0
+    start = run.restore(cfg.resume, model, critic, optimizers) if cfg.resume else 0
     with clock("evaluation"):                   # of a resumed run, too, "before" is where it began
         origin = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if cfg.resume else model
-        before = run.first_evaluation(origin, tokenizer)
+        before, run.first = first_evaluation(cfg, origin, tokenizer)
 
     for iteration in range(start, cfg.iters):
         began, warm = time.perf_counter(), min(1.0, (iteration + 1) / max(1, cfg.warmup))
@@ -168,32 +166,30 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
                     values = critic and sum(over_ranks(
                         token_values(critic, kept.tokens, mine, kept.group_ids).cpu()))
                 advantages, targets = (kept.loss_mask.float(), None) if sft else compute_advantages(
-                    cfg.estimator, kept, values, ref_logprobs, **part_of(cfg, ADVANTAGE_OPTIONS))
+                    cfg.estimator, kept, values, ref_logprobs, **advantage_options)
                 metrics |= update(
                     model, optimizers["policy"], kept, advantages, supervised=sft, ref_logprobs=ref_logprobs,
                     critic=critic, critic_optimizer=optimizers.get("critic"), old_values=values,
                     returns=targets, kl_in_loss=critic is None, vocab_size=len(tokenizer),
-                    shuffle_seed=sample_seed(cfg, iteration), **part_of(cfg, UPDATE_OPTIONS))
+                    shuffle_seed=sample_seed(cfg, iteration), **update_options)
 
         if cfg.eval_every and (iteration + 1) % cfg.eval_every == 0:
             with clock("evaluation"):
                 quick = evaluate(cfg, model, tokenizer, min(cfg.eval_n, 256), cfg.eval_temperature)
                 metrics["eval_success"] = success_of(quick).mean().item()
-        run.log(iteration, metrics, time.perf_counter() - began, batch)
+        run.log(iteration, metrics, time.perf_counter() - began, batch.texts[:cfg.group_size])
         failed = failed + 1 if metrics.get("skipped_steps") and not metrics["optimizer_steps"] else 0
-        if failed == PATIENCE:
-            raise FloatingPointError(f"{PATIENCE} iterations without a finite gradient; the last good weights "
-                                     f"are in {run.folder / 'checkpoint'}")
+        if failed == 3:
+            sys.exit(f"train.py: 3 iterations without a finite gradient; {run.good()}")
         stopped = any(over_ranks(stop.asked))
         if cfg.save_every and (iteration + 1) % cfg.save_every == 0 or iteration + 1 == cfg.iters or stopped:
             run.save(iteration + 1, model, tokenizer, critic, optimizers)
         if stopped and iteration + 1 < cfg.iters:
-            print(f"saved after iteration {iteration + 1}; go on with: python train.py --resume {run.folder}")
-            sys.exit(130)
+            sys.exit(f"saved after iteration {iteration + 1}; python train.py --resume {run.folder} goes on")
 
     with clock("evaluation"):
         after = evaluate(cfg, model, tokenizer, cfg.eval_n, cfg.eval_temperature)
-    return run.report(before, after, clock)
+    return report(cfg, run, before, after, clock)
 
 
 def play_groups(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
@@ -247,15 +243,10 @@ def sample_seed(cfg: Config, iteration: int) -> int:
 
 def make(cfg: Config, name: str | None = None):
     """An environment with the run's limits, and its overrides where it is the run's own environment."""
-    limits = {key: getattr(cfg, key) for key in ("max_turns", "max_actions_per_turn", "max_actions")}
+    names = ("max_turns", "max_actions_per_turn", "max_actions")
+    limits = {key: getattr(cfg, key) for key in names if getattr(cfg, key) is not None}
     overrides = parse_overrides(cfg.env_args) if name in (None, cfg.env) else {}
-    return make_env(name or cfg.env.split(",")[0], **overrides,
-                    **{key: value for key, value in limits.items() if value is not None})
-
-
-def part_of(cfg: Config, names: str) -> dict:
-    """Some of the configuration's fields, by name."""
-    return {name: getattr(cfg, name) for name in names.split()}
+    return make_env(name or cfg.env.split(",")[0], **overrides, **limits)
 
 
 # ----------------------------------------------------------------------------------------------- evaluation
@@ -286,9 +277,9 @@ def show(rate: float | None, n: int) -> str:
 def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float | None]:
     """Success of uniform valid actions over the whole budget, and of the best policy, on the evaluation
     levels."""
-    env, first = make(cfg, name), SPLITS[cfg.eval_split]
-    chance = [random_success(env, seed) for seed in range(first, first + cfg.eval_n)]
-    best = [env.reset(seed) and env.optimal_success() for seed in range(first, first + cfg.eval_n)]
+    env, seeds = make(cfg, name), range(SPLITS[cfg.eval_split], SPLITS[cfg.eval_split] + cfg.eval_n)
+    chance = [random_success(env, seed) for seed in seeds]
+    best = [env.reset(seed) and env.optimal_success() for seed in seeds]
     return tuple(None if None in x else sum(x) / len(x) for x in (chance, best))
 
 
@@ -306,99 +297,40 @@ def evaluate_only(cfg: Config, model, tokenizer) -> dict:
 
 # ----------------------------------------------------------------------------------------------- the report
 
-class Interrupt:
-    """Ctrl-C: the iteration at hand is finished and saved; a second one stops at once."""
-
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self)
-
-    def __call__(self, number, frame):
-        print("Ctrl-C: stopping after this iteration (again: at once, without saving)")
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def first_evaluation(cfg: Config, model, tokenizer) -> tuple[list[Trajectories], dict]:
+    """Success before training, at the evaluation temperature and greedy, between random and optimal play."""
+    chance, best = baselines(cfg)
+    before, greedy = (evaluate(cfg, model, tokenizer, cfg.eval_n, t) for t in (cfg.eval_temperature, 0.0))
+    first = {"success_random": chance, "success_before_greedy": success_of(greedy).mean().item(),
+             "success_before": success_of(before).mean().item(), "success_optimal": best}
+    print(f"before training, {cfg.eval_n} held-out levels: "
+          + ", ".join(f"{key[8:]} {show(rate, cfg.eval_n)}" for key, rate in first.items()))
+    return before, first
 
 
-class Clock(Counter):
-    """Seconds by what they were spent on: `with clock("rollout"): ...`."""
-
-    @contextmanager
-    def __call__(self, name: str):
-        self[name] -= time.perf_counter()
-        yield
-        self[name] += time.perf_counter()
-
-
-class Run:
-    """A run folder: config.json, metrics.jsonl, samples/, checkpoint/, summary.json, curves.png."""
-
-    def __init__(self, cfg: Config):
-        self.cfg, self.folder, self.began = cfg, Path(cfg.out), time.perf_counter()
-        # results of the first evaluation; levels met in training; the log
-        self.first, self.levels, self.metrics = {}, set(), self.folder / "metrics.jsonl"
-        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
-
-    def first_evaluation(self, model, tokenizer) -> list[Trajectories]:
-        """Success before training, at the evaluation temperature and greedy, between random and optimal
-        play."""
-        cfg, (chance, best) = self.cfg, baselines(self.cfg)
-        before, greedy = (evaluate(cfg, model, tokenizer, cfg.eval_n, t) for t in (cfg.eval_temperature, 0.0))
-        self.first = {"success_random": chance, "success_before_greedy": success_of(greedy).mean().item(),
-                      "success_before": success_of(before).mean().item(), "success_optimal": best}
-        print(f"before training, {cfg.eval_n} held-out levels: "
-              + ", ".join(f"{key[8:]} {show(rate, cfg.eval_n)}" for key, rate in self.first.items()))
-        return before
-
-    def log(self, iteration: int, metrics: dict, seconds: float, batch: Trajectories) -> None:
-        """One line of metrics.jsonl and one on the screen; every ten iterations a group's dialogues as
-        text."""
-        self.levels |= {info["level"] for info in batch.infos}
-        row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
-        row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-        if iteration == 0 or (iteration + 1) % 10 == 0:
-            text = f"\n{'=' * 80}\n".join(batch.texts[:self.cfg.group_size])
-            (self.folder / "samples" / f"{iteration + 1:05d}.txt").write_text(text)
-        cells = "  ".join(f"{label} {row[key]:6.3f}" for key, label in COLUMNS.items() if key in row)
-        tqdm.write(f"{iteration + 1:4d}/{self.cfg.iters}  {cells}  {seconds:5.1f} s")
-
-    def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
-        """Checkpoint after `iteration` iterations."""
-        if not my_rank()[0]:
-            save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
-                            {"iteration": iteration, **self.first})
-
-    def restore(self, model, critic, optimizers: dict) -> int:
-        """Take up the saved state (main loaded the weights from the same folder) -> the iteration to go on
-        from."""
-        state = load_trainer(Path(self.cfg.resume) / "checkpoint", critic, optimizers, model)
-        lines = (Path(self.cfg.resume) / "metrics.jsonl").read_text().splitlines(keepends=True)
-        self.metrics.write_text("".join(lines[:state["iteration"]]))                       # one an iteration
-        return state["iteration"]
-
-    def report(self, before: list[Trajectories], after: list[Trajectories], clock: Clock) -> dict:
-        """The closing table, two dialogues of one level, summary.json and curves.png."""
-        cfg, n, end = self.cfg, self.cfg.eval_n, success_of(after)
-        gain = end - success_of(before)         # level by level: the same levels and luck before and after
-        summary = {**self.first, "success_after": end.mean().item(), "gain": gain.mean().item(),
-                   "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(n), "eval_n": n,
-                   "iters": cfg.iters, "seconds": time.perf_counter() - self.began, "time": dict(clock)}
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        level, known = int(gain.argmax()), [info["level"] in self.levels for x in after for info in x.infos]
-        for title, batches in (("BEFORE", before), ("AFTER", after)):
-            print(f"\n----- {title} (held-out level {level}) -----\n"
-                  + [text for batch in batches for text in batch.texts][level])
-        print(f"success on {n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}")
-        for key in ("random", "before_greedy", "before", "after", "optimal"):
-            print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
-        print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
-              f"{sum(known) / n:.1%} of these levels came up in training, too\ntime: "
-              + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
-        draw_run(self.folder)
-        print(f"run folder: {self.folder}   (evaluate again: python train.py --eval_only {self.folder})")
-        return summary
+def report(cfg: Config, run: Run, before: list, after: list, clock: Clock) -> dict:
+    """The closing table, two dialogues of one level, summary.json and curves.png."""
+    n, end, env = cfg.eval_n, success_of(after), make(cfg)
+    count = cfg.iters * cfg.groups * (cfg.group_size if cfg.algo == "sft" else 1)
+    met = {env.reset(train_seed(cfg, number))[0] for number in range(count)}    # all levels of the training
+    gain = end - success_of(before)             # level by level: the same levels and luck before and after
+    summary = {**run.first, "success_after": end.mean().item(), "gain": gain.mean().item(),
+               "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(n), "eval_n": n,
+               "iters": cfg.iters, "seconds": time.perf_counter() - run.began, "time": dict(clock)}
+    (run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    for title, batches in (("BEFORE", before), ("AFTER", after)):
+        text = [text for batch in batches for text in batch.texts][int(gain.argmax())]
+        print(f"\n----- {title} (held-out level {int(gain.argmax())}) -----\n{text}")
+    print(f"success on {n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}")
+    for key in ("random", "before_greedy", "before", "after", "optimal"):
+        print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
+    print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
+          f"{sum(info['level'] in met for x in after for info in x.infos) / n:.1%} of these levels came up "
+          "in training, too\ntime: "
+          + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
+    draw_run(run.folder)
+    print(f"run folder: {run.folder}   (evaluate again: python train.py --eval_only {run.folder})")
+    return summary
 
 
 # ----------------------------------------------------------------------------------------- the command line
@@ -426,9 +358,9 @@ def parse_flags(argv: list[str]) -> dict:
     alike = lambda flag: ("--" + flag[0][2:].replace("-", "_")).replace("--no_", "--no-", 1)    # --eval-only
     given, unknown = parser.parse_known_args([re.sub("^--[^=]*", alike, word) for word in argv])
     if unknown:
-        names = [f"--{field.name}" for field in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1, 0.4)
-        parser.error(f"unknown argument {unknown[0]}; {f'did you mean {near[0]}?' if near else 'see --help'}")
+        names = [f"--{name}" for name in vars(Config())]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1, 0.4) or ["--help"]
+        parser.error(f"unknown argument {unknown[0]}; did you mean {near[0]}?")
     return vars(given)
 
 
@@ -452,8 +384,7 @@ def configure(argv: list[str]) -> Config:
 
 
 def weights_of(cfg: Config) -> str:
-    """Where a run's weights come from: its model, or the checkpoint of the run that it resumes or
-    evaluates."""
+    """Where a run's weights come from: its model, or the checkpoint of the run it resumes or evaluates."""
     folder = (not cfg.lora_rank and cfg.resume) or cfg.eval_only     # LoRA: the start; factors come later
     return str(find_checkpoint(Path(folder) / "checkpoint")) if folder and folder != cfg.model else cfg.model
 
@@ -465,13 +396,11 @@ def resolve(cfg: Config) -> Config:
     folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
     free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
     defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
-        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=60 if tiny else 200, max_new_tokens=80 if tiny else 200,
+        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=40 if tiny else 200, max_new_tokens=80 if tiny else 200,
         eval_envs=cfg.env, out=next(path for path in free if not Path(path).exists()))
     defaults |= TUNED.get((cfg.env, cfg.algo, cfg.model), {})
-    for name, value in defaults.items():
-        if getattr(cfg, name) is None:
-            setattr(cfg, name, value)
-    return cfg
+    missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
+    return dataclasses.replace(cfg, **missing)
 
 
 def validate(cfg: Config) -> Config:
@@ -487,8 +416,7 @@ def validate(cfg: Config) -> Config:
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
         raise ValueError(f"--clip_ratio_low {cfg.clip_ratio_low}: must be at most {cfg.clip_ratio_high}")
     if cfg.group_size == 1 and cfg.algo != "sft" and (cfg.estimator == "grpo" or cfg.keep < 1):
-        raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1 (an "
-                         "episode alone has nothing to be compared with)")
+        raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1")
     used = Path(cfg.out).is_file() or (Path(cfg.out) / "metrics.jsonl").exists()
     if used and not (cfg.resume or cfg.eval_only):
         raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
@@ -502,29 +430,19 @@ def validate(cfg: Config) -> Config:
 
 def dry_run(cfg: Config) -> dict:
     """--dry_run: the tokens and memory an iteration needs, without any weights."""
-    model, tokenizer = read_model(weights_of(cfg))
-    add_lora(model, cfg.lora_rank) if cfg.lora_rank else None
-    silent = rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
-                     max_context=context_length(model), script=lambda env, row: "")
-    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and pick_device(cfg.device).type == "cuda"
-    plan = memory_plan(
-        model, rows=cfg.groups * cfg.group_size, turns=silent.rewards.shape[1], cache_bytes=4 - 2 * half,
-        max_new_tokens=cfg.max_new_tokens, shown_tokens=int(silent.lengths[0]),
-        critic=cfg.algo != "sft" and cfg.estimator != "grpo", reference=cfg.algo != "sft" and cfg.kl_coef > 0)
-    for name, x in plan.items():
-        print(f"  {name:22s} " + (f"{x:14,}" if isinstance(x, int) else f"{x:14.3f} GiB"))
+    model, tokenizer = read_model(weights_of(cfg), cfg.lora_rank)
+    silent, rl = silent_episode(cfg, model, tokenizer), cfg.algo != "sft"
+    plan = memory_plan(model, rows=cfg.groups * cfg.group_size, turns=silent.rewards.shape[1],
+                       max_new_tokens=cfg.max_new_tokens, shown_tokens=int(silent.lengths[0]),
+                       critic=rl and cfg.estimator != "grpo", reference=rl and cfg.kl_coef > 0)
+    print(json.dumps(plan, indent=1))
     return plan
 
 
-def join_ranks(cfg: Config) -> None:
-    """Under torchrun: find the other processes. All but the first are silent and write to a folder nobody
-    reads."""
-    if "RANK" in os.environ:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        if my_rank()[0]:
-            sys.stdout, cfg.out = open(os.devnull, "w"), tempfile.mkdtemp()
+def silent_episode(cfg: Config, model, tokenizer) -> Trajectories:
+    """An episode of empty replies: what a row is shown. Raises ValueError if there is no room for a reply."""
+    return rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
+                   max_context=context_length(model), script=lambda env, row: "")
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -534,27 +452,22 @@ def main(argv: list[str] | None = None) -> dict:
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         if cfg.dry_run:
             return dry_run(cfg)
-        join_ranks(cfg)
+        join_ranks()
         lora_rank = 0 if cfg.eval_only else cfg.lora_rank
         model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype, lora_rank)
-        rollout(None, tokenizer, [make(cfg)], [0], [0], [0], max_new_tokens=cfg.max_new_tokens,
-                max_context=context_length(model), script=lambda env, row: "")    # is there room for a reply?
-        training = cfg.algo != "sft" and not cfg.eval_only
-        critic = None if not training or cfg.estimator == "grpo" else Critic(cfg.model, cfg.device, cfg.dtype,
-                                                                             lora_rank)
-        reference = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if training and cfg.kl_coef else None
+        silent_episode(cfg, model, tokenizer)
+        training, source = cfg.algo != "sft" and not cfg.eval_only, (cfg.model, cfg.device, cfg.dtype)
+        critic = Critic(*source, lora_rank) if training and cfg.estimator != "grpo" else None
+        reference = load_policy(*source)[0] if training and cfg.kl_coef else None
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}, "
-          f"{torch.get_num_threads()} threads\n"
-          + "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v is not None))
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{size:.1f} M parameters on {model.device}, {torch.get_num_threads()} threads\n"
+          + "  ".join(f"{name}={value}" for name, value in vars(cfg).items() if value is not None))
     if cfg.eval_only:
         return evaluate_only(cfg, model, tokenizer)
-    try:
-        return train(cfg, model, tokenizer, critic, reference)
-    except FloatingPointError as error:
-        sys.exit(f"train.py: {error}")
+    return train(cfg, model, tokenizer, critic, reference)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import envs  # noqa: E402
 import rollout  # noqa: E402
-from model import ChatFormat, tiny_tokenizer  # noqa: E402
+from model import ChatFormat  # noqa: E402
+from tiny.rebuild import tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 TINY = ROOT / "tiny"

@@ -20,8 +20,9 @@ import envs
 import model as module
 import rollout
 from model import (LORA_ALPHA, ChatFormat, Critic, LoRA, add_lora, find_checkpoint, load_policy, load_trainer, memory_plan,
-                   read_model, save_checkpoint, tiny_model, trainable)
+                   read_model, save_checkpoint, trainable)
 from starpo import token_logprobs, token_values
+from tiny.rebuild import tiny_model
 
 TEXTS = ("Up", "level 3\n#_XP_#\nTurn 1 of 5.", "two\n\nlines || and <answer>more</answer>", "x",
          "Reply as <think>it</think>.")
@@ -255,7 +256,7 @@ def test_tiny_as_it_ships():
     assert {p.dtype for p in policy.parameters()} == {torch.float32} and not policy.training
     assert 400 <= len(tokenizer) <= 1000 and policy.config.vocab_size >= len(tokenizer)
     assert policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
-    assert {path.suffix for path in TINY.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    assert {path.suffix for path in TINY.iterdir() if path.is_file()} <= {".json", ".safetensors", ".jinja", ".py"}
     chat = ChatFormat(tokenizer, policy)
     assert tokenizer.decode([chat.end_id]) == "<|im_end|>"
     assert all(len(chat.encode(tag)) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>", "######"[:3]))
