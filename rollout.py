@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from envs import first_prompt, next_prompt, opening_tag, parse_response, reply_end
-from model import ChatFormat, cache_argument, context_length, next_logits
+from envs import first_prompt, make_env, next_prompt, opening_tag, parse_response, reply_end
+from model import ChatFormat, cache_argument, context_length, load_policy, next_logits
 
 MASKED = -1e30          # added to an attention score that must not count; finite in bfloat16 too
 WAITING_SHARE = 1.0     # observations are fed once this share of the live rows waits (1: lockstep turns)
@@ -63,10 +63,8 @@ class Trajectories:
     def select(self, keep: torch.Tensor) -> "Trajectories":
         """The rows where `keep` (B,) bool is True, in order; every per-row field stays in step."""
         rows = keep.nonzero().flatten()
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Trajectories(**{
-            name: value[rows] if torch.is_tensor(value) else [value[i] for i in rows.tolist()]
-            for name, value in picked.items()})
+        return Trajectories(**{f.name: x[rows] if torch.is_tensor(x) else [x[i] for i in rows.tolist()]
+                               for f in fields(self) for x in [getattr(self, f.name)]})
 
 
 def join(parts: list[Trajectories]) -> Trajectories:
@@ -249,8 +247,8 @@ def attention_mask(config, visible: torch.Tensor, slots: torch.Tensor):
         return full
     near = slots[:, :, None] - torch.arange(visible.shape[2], device=slots.device) < window
     sliding = torch.where(visible & near, 0.0, MASKED)[:, None]
-    kinds = getattr(config, "layer_types", None)
-    return {"full_attention": full, "sliding_attention": sliding} if kinds else sliding
+    mixed = {"full_attention": full, "sliding_attention": sliding}
+    return mixed if getattr(config, "layer_types", None) else sliding
 
 
 class Engine:
@@ -436,9 +434,8 @@ def collect(episodes: list[Episode], group_ids, places, logprobs, entropies, pad
         penalties=rectangle((e.penalties for e in episodes), turns, 0.0, torch.float32),
         lengths=column((len(e.ids) for e in episodes), torch.long), group_ids=column(group_ids, torch.long),
         success=column((bool(e.env.success) for e in episodes), torch.bool),
-        terminated=column((e.terminated for e in episodes), torch.bool),
-        truncated=column((e.truncated for e in episodes), torch.bool),
-        context_cut=column((e.context_cut for e in episodes), torch.bool),
+        **{flag: column((getattr(e, flag) for e in episodes), torch.bool)
+           for flag in ("terminated", "truncated", "context_cut")},
         texts=[e.text for e in episodes],
         infos=[{"turns": e.turns, "level": e.level, "env_seconds": e.env_seconds} for e in episodes])
 
@@ -446,8 +443,6 @@ def collect(episodes: list[Episode], group_ids, places, logprobs, entropies, pad
 def demo(name: str, model_name: str, seed: int) -> None:
     """Play one group with the model and print its first trajectory: what was sampled in colour, the rest
     plain."""
-    from envs import make_env
-    from model import load_policy
     from starpo import episode_rewards, grpo_advantages
     model, tokenizer = load_policy(model_name)
     group = range(8)
@@ -464,26 +459,40 @@ def demo(name: str, model_name: str, seed: int) -> None:
           f"GRPO advantage of this trajectory {grpo_advantages(returns, batch.group_ids)[0]:.3f}")
 
 
+@torch.no_grad()
+def probe(name: str, model) -> None:
+    """Refuse, with one line, a model that scores a packed row unlike single rows: its layers ignore masks, or
+    its head does something unknown. Raises ValueError."""
+    from starpo import token_logprobs
+    tokens = torch.arange(80, device=model.device).view(2, 40) % model.config.get_text_config().vocab_size
+    tokens[1, :8], sampled = tokens[0, :8], torch.arange(40, device=model.device).expand(2, 40) >= 8
+    try:
+        plain = torch.log_softmax(model(input_ids=tokens).logits.float(), -1)[:, 7:-1]      # (2, 32, V)
+        plain = plain.gather(2, tokens[:, 8:, None])[..., 0]
+        apart = (token_logprobs(model, tokens, sampled, [0, 0])[0][:, 8:] - plain).abs().mean().item()
+    except Exception as error:          # recurrent models, and whatever else knows no masks
+        apart = str(error).splitlines()[0][:160]
+    if isinstance(apart, str) or not apart < 0.02:
+        raise ValueError(f"--model {name}: cannot be trained on packed rows (log-probs apart: {apart})")
+
+
 def toy_batch() -> None:
-    """Two groups of two trajectories, two turns of two tokens each, through every formula."""
-    from model import load_policy
-    from starpo import (compute_advantages, episode_rewards, filter_groups, loss_weights, pack, place_rewards,
-                        token_logprobs, update)
+    """Two groups of two trajectories, two turns of two tokens each, through every formula of starpo.py."""
+    import starpo
     torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
     (model, _), tokens = load_policy("tiny", "cpu"), torch.arange(40).view(4, 10)
     tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
     mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
     b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2)
     b.rewards, b.penalties = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]]), -mask[:, 3:5] * 0.1
-    b.logprobs = token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
-    rewards = episode_rewards(b.rewards, b.penalties)
-    shown = {"episode rewards": rewards, "kept with keep=0.5": filter_groups(rewards, b.group_ids, 0.5),
-             "token rewards": place_rewards(b.rewards + b.penalties, mask, turn_ids),
-             "packed row": pack(tokens, mask, b.group_ids)[0][0], "loss weights": loss_weights(mask)}
+    b.logprobs = starpo.token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
+    rewards = starpo.episode_rewards(b.rewards, b.penalties)
+    shown = {"episode rewards": rewards, "keep=0.5": starpo.filter_groups(rewards, b.group_ids, 0.5),
+             "token rewards": starpo.place_rewards(b.rewards + b.penalties, mask, turn_ids),
+             "packed row": starpo.pack(tokens, mask, b.group_ids)[0][0], "weights": starpo.loss_weights(mask)}
     for x in ("grpo", "gae", "bilevel"):
-        shown[f"advantages, {x}"] = compute_advantages(x, b, torch.zeros(4, 10))[0]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    shown["update"] = update(model, optimizer, b, shown["advantages, grpo"])
+        shown[f"{x} advantages"] = starpo.compute_advantages(x, b, torch.zeros(4, 10))[0]
+    shown["update"] = starpo.update(model, torch.optim.AdamW(model.parameters()), b, shown["grpo advantages"])
     print(*(f"{name}\n{value}\n" for name, value in shown.items()), sep="\n")
 
 

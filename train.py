@@ -38,7 +38,7 @@ from envs import make_env, random_success
 from model import (Clock, Critic, Interrupt, Run, context_length, find_checkpoint, join_ranks, load_policy,
                    memory_plan, read_model, trainable)
 from results.plot import draw_run
-from rollout import Trajectories, join, rollout
+from rollout import Trajectories, join, probe, rollout
 from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, my_rank, over_ranks,
                     token_logprobs, token_values, update)
 
@@ -256,7 +256,7 @@ def evaluate(cfg: Config, model, tokenizer, n: int, temperature: float, name: st
     same."""
     batches, first, (rank, ranks) = [], SPLITS[cfg.eval_split], my_rank()
     mine = torch.arange(first, first + n).tensor_split(ranks)[rank]
-    for chunk in tqdm(mine.split(128) if len(mine) else (), "evaluation", leave=False, disable=None):
+    for chunk in tqdm(mine.split(256) if len(mine) else (), "evaluation", leave=False, disable=None):
         seeds = chunk.tolist()
         batches.append(rollout(
             model, tokenizer, [make(cfg, name) for _ in seeds], seeds, [noise_seed(s, 0) for s in seeds],
@@ -453,11 +453,12 @@ def main(argv: list[str] | None = None) -> dict:
         if cfg.dry_run:
             return dry_run(cfg)
         join_ranks()
-        lora_rank = 0 if cfg.eval_only else cfg.lora_rank
-        model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype, lora_rank)
+        rank = 0 if cfg.eval_only else cfg.lora_rank
+        model, tokenizer = load_policy(weights_of(cfg), cfg.device, cfg.dtype, rank)
+        probe(cfg.model, model)
         silent_episode(cfg, model, tokenizer)
         training, source = cfg.algo != "sft" and not cfg.eval_only, (cfg.model, cfg.device, cfg.dtype)
-        critic = Critic(*source, lora_rank) if training and cfg.estimator != "grpo" else None
+        critic = Critic(*source, cfg.lora_rank) if training and cfg.estimator != "grpo" else None
         reference = load_policy(*source)[0] if training and cfg.kl_coef else None
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
