@@ -59,7 +59,7 @@ class Config:
     estimator: str = option("grpo", "of advantages; the last two have a critic", ["grpo", "gae", "bilevel"])
     groups: int = option(8, "levels an iteration, P (usual 4..32)", (1, 10**9))
     group_size: int = option(16, "episodes a level, N (usual 4..32)", (1, 4096))
-    iters: int = option(None, "iterations (tiny 40, else 200)", (1, 10**9))
+    iters: int = option(None, "iterations (tiny 30, else 200)", (1, 10**9))
     epochs: int = option(1, "passes over the kept trajectories (usual 1..4)", (1, 10**9))
     minibatch_size: int = option(32, "trajectories an optimizer step", (1, 10**9))
     lr: float = option(None, "policy learning rate (tiny 3e-4; a pretrained 0.5 B model 1e-6)", (1e-9, 1e9))
@@ -396,7 +396,7 @@ def resolve(cfg: Config) -> Config:
     folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
     free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
     defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
-        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=40 if tiny else 200, max_new_tokens=80 if tiny else 200,
+        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=30 if tiny else 200, max_new_tokens=80 if tiny else 200,
         eval_envs=cfg.env, out=next(path for path in free if not Path(path).exists()))
     defaults |= TUNED.get((cfg.env, cfg.algo, cfg.model), {})
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
