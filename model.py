@@ -203,10 +203,8 @@ class LoRA(nn.Module):
 
 def add_lora(model: nn.Module, rank: int) -> None:
     """Freeze a model and give every linear layer of its blocks (attention and MLP) a LoRA of this rank, in
-    place. It computes what it did until the first step; embeddings, norms and head stay as they are. rank:
-    usual 8..64 (paper, appendix D: 64, with ten times the learning rate). Raises ValueError where there is
-    no such layer.
-    """
+    place. It computes what it did until the first step; embeddings, norms, head stay as they are. rank: 8 to
+    64 (paper, appendix D: 64, at ten times the learning rate). Raises ValueError if no layer is linear."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)        # its own: global random state stays untouched
     for name, layer in list(model.base_model.named_modules()):
@@ -364,9 +362,7 @@ def save_checkpoint(folder, model, tokenizer, critic=None, optimizers: dict | No
     optimizers: name -> torch optimizer. state: a JSON object (the next iteration and the like). With LoRA
     the folder's weights are the merged ones, and the factors lie beside them, to resume from. A new folder
     is written beside the old one and renamed over it, so that a kill at any moment leaves one that is
-    whole. Raises FloatingPointError, and writes nothing, when a weight is not finite: a broken model never
-    replaces a good one.
-    """
+    whole. Raises FloatingPointError, and writes nothing, when a weight is not finite."""
     folder, weights = Path(folder), merged_weights(model)       # a non-finite factor spoils its product
     heads = [] if critic is None else critic.parameters()
     if not all(torch.isfinite(x).all() for x in (*weights.values(), *heads)):
@@ -394,8 +390,7 @@ def save_checkpoint(folder, model, tokenizer, critic=None, optimizers: dict | No
 
 
 def find_checkpoint(folder) -> Path:
-    """The folder itself, or the one that an interrupted save left beside it. Raises ValueError when there
-    is none."""
+    """The folder itself, or the one that an interrupted save left beside it. Raises ValueError if none is."""
     folder = Path(folder)
     for path in (folder, folder.with_name(folder.name + ".old")):
         if (path / "trainer.json").exists():
@@ -461,7 +456,12 @@ class Run:
         self.config, self.columns, self.began, self.first = config, columns, time.perf_counter(), {}
         self.metrics = self.folder / "metrics.jsonl"
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.write("config.json", json.dumps(config, indent=1))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file in one step: a kill leaves the old one or the new one."""
+        (self.folder / f"{name}.new").write_text(text)
+        os.replace(self.folder / f"{name}.new", self.folder / name)
 
     def log(self, iteration: int, metrics: dict, seconds: float, texts: list[str]) -> None:
         """A line of metrics.jsonl and one on the screen; every ten iterations the texts of some dialogues."""
@@ -492,7 +492,7 @@ class Run:
         """Take up the state saved in a run folder (the weights are loaded) -> the iteration to go on from."""
         state = load_trainer(Path(folder) / "checkpoint", critic, optimizers, model)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)
-        self.metrics.write_text("".join(lines[:state["iteration"]]))                       # one an iteration
+        self.write("metrics.jsonl", "".join(lines[:state["iteration"]]))                   # one an iteration
         return state["iteration"]
 
 
