@@ -199,3 +199,41 @@ def test_the_probe_passes_what_packs_and_refuses_what_does_not(tok):
     scaled.get_output_embeddings().forward = lambda hidden: 7 * torch.nn.functional.linear(
         hidden, scaled.get_input_embeddings().weight)
     probe("the head itself may be anything", scaled)
+
+
+# --------------------------------------------------------------------------------------------------------- a real model
+
+@pytest.fixture(scope="session")
+def smollm(tmp_path_factory):
+    """A pretrained chat model of 135 M parameters, where the script that fetches it is at hand."""
+    script = ROOT.parent / "shared" / "real_model.py"
+    if not script.exists():
+        pytest.skip("no script here that fetches a real model")
+    path = tmp_path_factory.mktemp("real") / "smollm2"
+    done = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        pytest.skip(f"the real model could not be fetched: {done.stderr[-300:]}")
+    return str(path)
+
+
+def test_an_iteration_with_a_real_model(smollm, tmp_path):
+    """README's two commands, one iteration each: the warm start on the format, then RL; and LoRA with less memory."""
+    small = ("--env bandit --iters 1 --groups 1 --eval_n 4 --eval_every 0 --max_new_tokens 24 --keep 1 --warmup 0 "
+             "--no_normalize_std").split()
+    train.main([*small, "--algo", "sft", "--careful", "0", "--model", smollm, "--group_size", "8", "--lr", "3e-5",
+                "--out", str(tmp_path / "sft")])
+    assert read(tmp_path / "sft")[0]["nll"] > 0.5
+    moments = {}
+    for rank in (0, 16):
+        out = tmp_path / str(rank)
+        train.main([*small, "--model", str(tmp_path / "sft" / "checkpoint"), "--group_size", "6", "--lr", "2e-5",
+                    "--lora_rank", str(rank), "--format_penalty", "1", "--out", str(out)])
+        (row,) = read(out)
+        assert row["optimizer_steps"] + row["skipped_steps"] <= 1
+        if row["optimizer_steps"] and row["grad_norm"]:
+            assert row["ratio_max_dev"] < 1e-4
+        state = load_file(out / "checkpoint" / "optimizers.safetensors")
+        moments[rank] = sum(x.numel() for x in state.values())
+    assert not moments[0] or moments[16] < 0.05 * moments[0]
+    start, end = (AutoModelForCausalLM.from_pretrained(tmp_path / x / "checkpoint") for x in ("sft", "16"))
+    assert start.state_dict().keys() == end.state_dict().keys()
