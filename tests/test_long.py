@@ -31,7 +31,7 @@ def torchrun(processes, micro, out, *flags):
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port),
          str(ROOT / "train.py"), "--model", micro, "--out", str(out), *QUICK, *map(str, flags)],
-        capture_output=True, text=True, env=SINGLE, timeout=300)
+        capture_output=True, text=True, env=SINGLE, timeout=900)
 
 
 @pytest.mark.parametrize("flags", [
