@@ -55,15 +55,14 @@ def pick_device(device: str = "auto") -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def join_ranks() -> int:
-    """Under torchrun: find the other processes -> the number of this one, 0 alone. All but 0 are silent."""
+def join_ranks() -> None:
+    """Under torchrun: find the other processes. All but rank 0 are silent."""
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if distributed.get_rank():
             sys.stdout = open(os.devnull, "w")
-    return int(os.environ.get("RANK", 0))
 
 
 def first_line(error: Exception) -> str:
@@ -74,10 +73,9 @@ def first_line(error: Exception) -> str:
 def read_model(name: str = "tiny", lora_rank: int = 0):
     """Read all of a model but its weights: what cannot work is said before gigabytes are loaded.
 
-    name as in load_policy. Returns (model, tokenizer); the model is on torch's meta device, so it has
-    shapes and no numbers. Of its generation config only the end tokens are kept: top_k, penalties and the
-    like have no say in RL, and transformers refuses to save some of them. No remote code is run. Raises
-    ValueError with one line when model, tokenizer or chat template cannot be used.
+    name as in load_policy. Returns (model, tokenizer); the model is on torch's meta device: shapes, no
+    numbers. Of its generation config only the end tokens are kept: the rest has no say in RL, and
+    transformers refuses to save some. No remote code is run. Raises ValueError with one line.
     """
     path = str(TINY) if name == "tiny" else name
     if name == "tiny" and not (TINY / "config.json").exists():
@@ -358,7 +356,6 @@ class Critic(nn.Module):
 def save_checkpoint(folder, model, tokenizer, critic=None, optimizers: dict | None = None,
                     state: dict | None = None) -> None:
     """Write an ordinary Hugging Face folder, plus the trainer's state, in one atomic step.
-
     optimizers: name -> torch optimizer. state: a JSON object (the next iteration and the like). With LoRA
     the folder's weights are the merged ones, and the factors lie beside them, to resume from. A new folder
     is written beside the old one and renamed over it, so that a kill at any moment leaves one that is
@@ -425,13 +422,18 @@ def load_trainer(folder, critic=None, optimizers: dict | None = None, model=None
 # ------------------------------------------------------------------------------------------ what a run needs
 
 class Interrupt:
-    """Ctrl-C: the iteration at hand is finished and saved; a second one stops at once."""
+    """Ctrl-C: the iteration at hand can be finished and saved; a second one stops at once."""
+    asked = False
 
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self)
+    def during(self, iterations):
+        """Yield the iterations; behind the loop, Ctrl-C means what it meant before."""
+        before = signal.signal(signal.SIGINT, self.ask)
+        try:
+            yield from iterations
+        finally:
+            signal.signal(signal.SIGINT, before)
 
-    def __call__(self, number, frame):
+    def ask(self, number, frame):
         print("Ctrl-C: stopping after this iteration (again: at once, without saving)")
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -448,8 +450,7 @@ class Clock(Counter):
 
 
 class Run:
-    """A run folder: config.json, metrics.jsonl, samples/, checkpoint/. A rank other than 0 writes to a folder
-    that nobody reads. columns: metric -> its name on the screen."""
+    """A run folder. Ranks but 0 write where nobody reads. columns: metric -> its name on the screen."""
 
     def __init__(self, config: dict, columns: dict, rank: int = 0):
         self.folder, self.rank = Path(tempfile.mkdtemp() if rank else config["out"]), rank

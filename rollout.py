@@ -12,7 +12,7 @@ through the episode and each token passes through the model once. Rows live in t
 until enough others do, then all of them act and their observations are fed in one forward pass; a finished
 row costs nothing. A prompt that several rows share (a group's) is encoded once and copied.
 
-In reading order: Trajectories, Episode, KVCache, sample, rollout, scripted_rollout.
+In reading order: Trajectories, Episode, KVCache, sample, Engine, rollout, play_script, collect, probe.
 
     python rollout.py --env sokoban    # one trajectory, sampled and unsampled tokens told apart
 """
@@ -26,7 +26,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from envs import first_prompt, make_env, next_prompt, opening_tag, parse_response, reply_end
-from model import ChatFormat, cache_argument, context_length, load_policy, next_logits
+from model import ChatFormat, cache_argument, context_length, first_line, load_policy, next_logits
 
 MASKED = -1e30          # added to an attention score that must not count; finite in bfloat16 too
 WAITING_SHARE = 1.0     # observations are fed once this share of the live rows waits (1: lockstep turns)
@@ -76,8 +76,7 @@ def join(parts: list[Trajectories]) -> Trajectories:
             return torch.cat(values)
         width, filler = max(value.shape[1] for value in values), -1 if name == "turn_ids" else 0
         return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1]), value=filler) for x in values])
-    names = [f.name for f in fields(Trajectories)]
-    return Trajectories(**{name: stack(name, [getattr(part, name) for part in parts]) for name in names})
+    return Trajectories(*(stack(f.name, [getattr(x, f.name) for x in parts]) for f in fields(Trajectories)))
 
 
 class Episode:
@@ -471,7 +470,7 @@ def probe(name: str, model) -> None:
         plain = plain.gather(2, tokens[:, 8:, None])[..., 0]
         apart = (token_logprobs(model, tokens, sampled, [0, 0])[0][:, 8:] - plain).abs().mean().item()
     except Exception as error:          # recurrent models, and whatever else knows no masks
-        apart = str(error).splitlines()[0][:160]
+        apart = first_line(error)
     if isinstance(apart, str) or not apart < 0.02:
         raise ValueError(f"--model {name}: cannot be trained on packed rows (log-probs apart: {apart})")
 
@@ -484,7 +483,8 @@ def toy_batch() -> None:
     tokens[1::2, :3] = tokens[::2, :3]                                # members of a group share the prompt
     mask, turn_ids = torch.tensor([[0, 0, 0, 1, 1] * 2, [0] * 5 + [1] * 5])[:, None].expand(2, 4, 10)
     b = SimpleNamespace(tokens=tokens, loss_mask=mask, turn_ids=turn_ids, group_ids=torch.arange(4) // 2)
-    b.rewards, b.penalties = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]]), -mask[:, 3:5] * 0.1
+    b.rewards = torch.tensor([[0., 1], [0, 0], [0.5, 0.5], [1, 0]])
+    b.penalties = torch.tensor([[0., 0], [-0.1, 0], [0, 0], [0, 0]])
     b.logprobs = starpo.token_logprobs(model, tokens, mask, b.group_ids)[0].detach()
     rewards = starpo.episode_rewards(b.rewards, b.penalties)
     shown = {"episode rewards": rewards, "keep=0.5": starpo.filter_groups(rewards, b.group_ids, 0.5),

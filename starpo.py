@@ -249,12 +249,11 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
             row[b], c = len(rows) - 1, c + used[b] - shared
     return rows, row, column
 
-def attention_mask(pieces, dtype, window=None):
+def attention_mask(pieces, position, dtype, window=None):
     """Which keys j a query i of a packed row may see -> additive (1, 1, L, L): 0, or the dtype's minimum."""
     lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
-    number = torch.arange(len(pieces)).repeat_interleave(lengths)                    # (L,) of i's piece
-    prefix = torch.tensor([piece.prefix for piece in pieces])[number]
-    position = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+    number = torch.arange(len(pieces)).repeat_interleave(lengths).to(position.device)        # (L,) i's piece
+    prefix = torch.tensor([piece.prefix for piece in pieces], device=position.device)[number]
     see = (number == number[:, None]) | (number == prefix[:, None])   # j in i's trajectory or its prefix,
     see &= torch.ones_like(see).tril()                                # and not behind i
     if window:                                                        # a layer that looks back only so far
@@ -299,11 +298,13 @@ def hidden_of_sampled(backbone, tokens, loss_mask, group_ids=None):
     hidden = [weight.new_zeros(0, config.hidden_size)]
     for pieces in rows:                             # row by row: no padding goes through the model
         ids = torch.cat([tokens[p.member, p.start:p.stop] for p in pieces])[None].to(weight.device)  # (1, L)
-        position = torch.cat([torch.arange(p.start, p.stop) for p in pieces])[None].to(weight.device)
-        full, near = (attention_mask(pieces, weight.dtype, w).to(weight.device) for w in (None, window))
-        mask = {"full_attention": full, "sliding_attention": near} if kinds and window else near      # Gemma
+        position = torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(weight.device)
+        mask = attention_mask(pieces, position, weight.dtype, window)
+        if kinds and window:                        # Gemma and others: a mask for each type of layer
+            full = attention_mask(pieces, position, weight.dtype)
+            mask = {"full_attention": full, "sliding_attention": mask}
         with SkipMasked(pieces):
-            out = backbone(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
+            out = backbone(input_ids=ids, attention_mask=mask, position_ids=position[None], use_cache=False)
         hidden.append(out.last_hidden_state[0])
     b, t, at = (x.to(weight.device) for x in (b, t, at))
     return torch.cat(hidden)[at], b, t
@@ -352,8 +353,7 @@ def loss_weights(loss_mask, token_mean=False):
     """What each token counts in a loss, (B, T) -> (B, T): 0 if not sampled, summing to 1 (to 0 if none is).
 
     The mean over a trajectory's sampled tokens, then over trajectories with any (paper eq. 4, 6); token_mean:
-    over all sampled tokens. Made once a minibatch: neither micro-batches nor empty rows change anything.
-
+    over all sampled tokens. Made once a minibatch, so micro-batches change nothing.
     >>> loss_weights(torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]])).tolist()
     [[0.25, 0.25, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
     """
@@ -411,7 +411,7 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
 
 # --------------------------------------------------------------------------------------------------- update
 def over_ranks(x):
-    """[x of rank 0, x of rank 1, ...] on every rank of a torchrun; [x] in a single process."""
+    """[x of rank 0, x of rank 1, ...], pickled among the ranks of a torchrun; [x] in a single process."""
     found = [x] * my_rank()[1]
     if len(found) > 1:
         distributed.all_gather_object(found, x)

@@ -116,7 +116,7 @@ PRESETS = {"paper": dict(model="Qwen/Qwen2.5-0.5B-Instruct", estimator="gae", lr
 TUNED = {("frozenlake", "starpo-s", "tiny"): dict(keep=0.5, lr=1e-4)}      # rewards are mostly luck
 TRAIN_SEEDS = 10_000_000                        # training levels, above all evaluation levels
 SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation sets
-# of Config, what these two functions take by the same name:
+# the fields of Config that compute_advantages and update take by the same name:
 ADVANTAGE_OPTIONS = "kl_coef gamma lam gamma_turn lam_turn normalize_std"
 UPDATE_OPTIONS = ("epochs minibatch_size tokens_per_micro_batch clip_ratio_low clip_ratio_high value_clip "
                   "kl_coef entropy_coef token_mean temperature max_grad_norm")
@@ -143,7 +143,7 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
         origin = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if cfg.resume else model
         before, run.first = first_evaluation(cfg, origin, tokenizer)
 
-    for iteration in range(start, cfg.iters):
+    for iteration in stop.during(range(start, cfg.iters)):
         began, warm = time.perf_counter(), min(1.0, (iteration + 1) / max(1, cfg.warmup))
         for name, optimizer in optimizers.items():
             optimizer.param_groups[0]["lr"] = warm * (cfg.lr if name == "policy" else cfg.critic_lr)
@@ -317,7 +317,7 @@ def report(cfg: Config, run: Run, before: list, after: list, clock: Clock) -> di
     summary = {**run.first, "success_after": end.mean().item(), "gain": gain.mean().item(),
                "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(n), "eval_n": n,
                "iters": cfg.iters, "seconds": time.perf_counter() - run.began, "time": dict(clock)}
-    (run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    run.write("summary.json", json.dumps(summary, indent=1))
     for title, batches in (("BEFORE", before), ("AFTER", after)):
         text = [text for batch in batches for text in batch.texts][int(gain.argmax())]
         print(f"\n----- {title} (held-out level {int(gain.argmax())}) -----\n{text}")

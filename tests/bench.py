@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import make_env  # noqa: E402
 from model import ChatFormat, load_policy  # noqa: E402
 from rollout import rollout  # noqa: E402
-from starpo import compute_advantages, loss_weights, pack, policy_loss, step_or_skip, update  # noqa: E402
+from starpo import compute_advantages, loss_weights, policy_loss, step_or_skip, update  # noqa: E402
 
 SHAPES = {"tiny": dict(groups=8, size=16, turns=5, new_tokens=80),
           "other": dict(groups=2, size=8, turns=3, new_tokens=32)}
@@ -113,10 +113,6 @@ def play(model, tokenizer, shape, seed):
                    max_new_tokens=shape["new_tokens"], sample_seed=seed)
 
 
-def packed_update(model, optimizer, batch, advantages, minibatch_size):
-    return update(model, optimizer, batch, advantages, minibatch_size=minibatch_size)
-
-
 # ----------------------------------------------------------------------------------------- baselines
 
 @torch.no_grad()
@@ -162,16 +158,17 @@ def padded_update(model, optimizer, batch, advantages, minibatch_size, micro_bat
 def texts_of(batch, tokenizer, model) -> list[list[str]]:
     """Each row's dialogue as alternating user and assistant texts, decoded from its ids."""
     chat = ChatFormat(tokenizer, model)
+    ending = len(chat.tail) + (0 if chat.opens_thought else len(chat.encode("<think>")))
     dialogues = []
     for ids, sampled, turns, length in zip(batch.tokens.tolist(), batch.loss_mask.tolist(),
                                            batch.turn_ids.tolist(), batch.lengths.tolist()):
         texts = []
         for turn in range(max(turns) + 1):
             here = [t for t in range(length) if turns[t] == turn]
-            shown = [ids[t] for t in here if not sampled[t]]
-            said = [ids[t] for t in here if sampled[t]]
-            lead, tail = (chat.head if turn == 0 else chat.between), chat.tail
-            texts += [chat.decode(shown[len(lead):len(shown) - len(tail) - 1]), "<think>" + chat.decode(said)]
+            said = [ids[t] for t in here if sampled[t] and ids[t] not in chat.stop_ids]
+            first = next(i for i, t in enumerate(here) if sampled[t])           # behind a reply may be a forced end
+            lead = len(chat.head if turn == 0 else chat.between)
+            texts += [chat.decode([ids[t] for t in here[lead:first - ending]]), "<think>" + chat.decode(said)]
         dialogues.append(texts)
     return dialogues
 
@@ -200,7 +197,7 @@ def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turn
         advantages, _ = compute_advantages("grpo", batch)
         with Counted(model) as packed:
             seconds, metrics = timed(
-                lambda: packed_update(model, optimizer, batch, advantages, minibatch_size), device)
+                lambda: update(model, optimizer, batch, advantages, minibatch_size=minibatch_size), device)
         times["update"].append(seconds)
         with Counted(model) as padded:
             seconds, _ = timed(
@@ -208,7 +205,7 @@ def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turn
         times["update_baseline"].append(seconds)
     rate = max(rate, matmul_rate(device))
     memory = {"update": peak_memory(
-        lambda: packed_update(model, optimizer, batch, advantages, minibatch_size), device)}
+        lambda: update(model, optimizer, batch, advantages, minibatch_size=minibatch_size), device)}
     memory["update_baseline"] = peak_memory(
         lambda: padded_update(model, optimizer, batch, advantages, minibatch_size, micro_batch), device)
 

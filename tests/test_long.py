@@ -6,19 +6,19 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, micro_gpt2, micro_llama
 from safetensors.torch import load_file
 from test_train import QUICK, micro, read, run, same_run, undrawn, user, weights  # noqa: F401
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (AutoModelForCausalLM, BloomConfig, BloomForCausalLM, CohereConfig, CohereForCausalLM,
+                          MambaConfig, MambaForCausalLM)
 
-import model as module
+import bench
 import train
-from rollout import join, probe, rollout
 from envs import make_env
+from rollout import join, probe, rollout
 
 SINGLE = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -191,14 +191,41 @@ def test_the_probe_passes_what_packs_and_refuses_what_does_not(tok):
     torch.manual_seed(0)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, state_size=4))
     bloom = BloomForCausalLM(BloomConfig(vocab_size=size, hidden_size=16, n_layer=1, n_head=2))
-    for policy in (mamba.eval(), bloom.eval()):
+    cohere = CohereForCausalLM(CohereConfig(vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                            num_attention_heads=2, logit_scale=50.0, initializer_range=0.5,
+                                            pad_token_id=0, bos_token_id=1, eos_token_id=2))    # scales its logits
+    blind = micro_llama(tok)
+    seeing = blind.base_model.forward
+    blind.base_model.forward = lambda attention_mask=None, **inputs: seeing(**inputs)           # plainly causal
+    silent = micro_llama(tok)
+    silent.base_model.forward = lambda **inputs: 1 / 0 if inputs["input_ids"].shape[0] == 1 else None
+    for policy in (mamba, bloom, cohere, blind, silent):
         with pytest.raises(ValueError, match="packed rows") as error:
-            probe("odd", policy)
+            probe("odd", policy.eval())
         assert "\n" not in str(error.value) and "--model odd" in str(error.value)
-    scaled = micro_llama(tok).eval()
-    scaled.get_output_embeddings().forward = lambda hidden: 7 * torch.nn.functional.linear(
-        hidden, scaled.get_input_embeddings().weight)
-    probe("the head itself may be anything", scaled)
+
+
+# ------------------------------------------------------------------------------------------------------- the benchmark
+
+def test_the_benchmark_prints_and_writes_its_numbers(micro, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Its dialogues are the trajectories' own, and sharing pays in tokens, whatever the clock says."""
+    monkeypatch.setitem(bench.SHAPES, "other", dict(groups=2, size=4, turns=2, new_tokens=6))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", micro, "--repeats", "1", "--json", str(tmp_path / "x.json")])
+    bench.main()
+    found, printed = json.loads((tmp_path / "x.json").read_text()), capsys.readouterr().out
+    assert all(key in printed for key in found)
+    assert {"rollout_speedup", "update_speedup", "update_memory_ratio", "matmul_share"} <= found.keys()
+    assert 0 < found["tokens_forwarded_per_token"] < 0.9 < found["baseline_tokens_forwarded_per_token"]
+    assert found["update_tokens_forwarded_per_token"] < 0.9 < 1 <= found["baseline_update_tokens_forwarded_per_token"]
+    assert found["ratio_max_dev"] < 1e-5 and 0 < found["sampled_tokens"] < found["trajectory_tokens"]
+    policy, tokenizer = train.load_policy(micro)
+    batch = bench.play(policy, tokenizer, bench.SHAPES["other"], 1)
+    for row, texts in enumerate(bench.texts_of(batch, tokenizer, policy)):
+        rendered = tokenizer.apply_chat_template(
+            [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[:3])],
+            tokenize=False, add_generation_prompt=True) + "<think>"
+        shown = batch.tokens[row, :int(((batch.turn_ids[row] == 1) & batch.loss_mask[row]).nonzero().min())]
+        assert tokenizer.decode(shown) == rendered
 
 
 # --------------------------------------------------------------------------------------------------------- a real model

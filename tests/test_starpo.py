@@ -535,10 +535,11 @@ def test_attention_mask_in_plain_numbers():
     """[prefix, a, b] and [prefix, c c]."""
     row = [starpo.Piece(0, 0, 1, 0), starpo.Piece(0, 1, 2, 0), starpo.Piece(1, 1, 2, 0),
            starpo.Piece(2, 0, 1, 3), starpo.Piece(2, 1, 3, 3)]
-    see = starpo.attention_mask(row, torch.float32)[0, 0] == 0
+    position = torch.tensor([0, 1, 1, 0, 1, 2])
+    see = starpo.attention_mask(row, position, torch.float32)[0, 0] == 0
     assert see.int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0],
                                   [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    near = starpo.attention_mask(row, torch.float32, window=2)[0, 0] == 0  # the last token is 2 from the prefix
+    near = starpo.attention_mask(row, position, torch.float32, window=2)[0, 0] == 0  # the last token is 2 from the prefix
     assert near[5].int().tolist() == [0, 0, 0, 0, 1, 1]
 
 
