@@ -110,6 +110,12 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(micro, tmp_pa
     same_run(read(whole), read(cut), whole, cut)
 
 
+def test_ctrl_c_is_the_callers_again_behind_a_run(micro, tmp_path):  # noqa: F811
+    before = signal.getsignal(signal.SIGINT)
+    run(micro, tmp_path / "run", "--iters", 1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_several_steps_that_are_not_finite_stop_the_run(micro, tmp_path, monkeypatch):  # noqa: F811
     """The good checkpoint is named, and stays."""
     good = []
