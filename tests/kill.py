@@ -29,6 +29,14 @@ def start(*flags):
                             stderr=subprocess.PIPE, text=True)
 
 
+def saved_since(began: float, out: Path) -> bool:
+    """Whether a checkpoint was written since then; the one that is looked at may be renamed under our eyes."""
+    try:
+        return (out / "checkpoint" / "trainer.json").stat().st_mtime > began
+    except FileNotFoundError:
+        return False
+
+
 def main(kills: int, seed: int, folder: Path) -> None:
     dice, out, lost = random.Random(seed), folder / "killed", []
     shutil.rmtree(folder, ignore_errors=True)
@@ -41,8 +49,7 @@ def main(kills: int, seed: int, folder: Path) -> None:
         while wait is None or time.time() - began < wait:          # up to the first saves, then a random moment
             if process.poll() is not None:
                 raise SystemExit(f"run {number} ended by itself: {process.stderr.read()}")
-            saved = sorted(folder.glob("killed/checkpoint*/trainer.json"), key=lambda x: x.stat().st_mtime)
-            if wait is None and saved and saved[-1].stat().st_mtime > began:
+            if wait is None and saved_since(began, out):
                 wait = time.time() - began + dice.uniform(0, 1.5)
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
