@@ -1,4 +1,4 @@
-"""Kill a training run, resume it, kill it again: python tests/kill.py --kills 50     (half an hour; not in CI)
+"""Kill a training run, resume it, kill it again: python tests/kill.py --kills 50     (ten minutes; not in CI)
 
 Every run saves after each iteration. After each kill -9, at a random moment, the checkpoint must load and be at most the
 iteration at hand behind the log; at the end the run is resumed to a fixed iteration and compared, bit for bit, with one

@@ -52,6 +52,8 @@ def test_two_processes_are_one(micro, tmp_path, user, flags):  # noqa: F811
         for key in row.keys() - {"seconds", "ratio_max_dev"}:
             assert other[key] == pytest.approx(row[key], rel=1e-4, abs=2e-5), key
         assert max(row["ratio_max_dev"], other["ratio_max_dev"]) < 1e-5
+    norms = [[row["grad_norm"] for row in rows if row.get("grad_norm")][0] for rows in (a, b)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)  # of the first step, the weights being the same
     assert (one / "samples" / "00001.txt").read_text() == (two / "samples" / "00001.txt").read_text()
     (left, state), (right, other) = weights(one), weights(two)
     assert left.keys() == right.keys() and state == other
