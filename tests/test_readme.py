@@ -97,7 +97,8 @@ def test_functions_named_in_tables_exist():
 def test_every_flag_named_exists():
     """Every --flag in README is a field of Config, or belongs to a demo or to a tool."""
     fields = {field.name for field in dataclasses.fields(train.Config)}
-    others = {"help", "rebuild", "nproc", "nnodes", "rdzv", "kills", "turns"}
+    tools = "".join((ROOT / name).read_text() for name in ("model.py", "tests/bench.py", "tests/kill.py"))
+    others = {"help", "nproc", "nnodes", "rdzv", *re.findall(r'"--([a-z][a-z_]*)"', tools)}     # nproc on: torchrun's
     for flag in set(re.findall(r"--([a-z][a-z_]*)", README)) - others:
         assert flag.removeprefix("no_") in fields, flag
 
