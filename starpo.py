@@ -30,7 +30,6 @@ LOGITS_ELEMENTS = 2**25   # floats of (tokens, vocabulary) alive at once: 128 Mi
 # ------------------------------------------------------------------------------------ rewards, group filter
 def masked_mean(x, mask):
     """Mean of x where mask is True, a scalar; 0 on an empty mask.
-
     >>> masked_mean(torch.tensor([1., 3., math.nan]), torch.tensor([True, True, False])).item()
     2.0
     """
@@ -56,7 +55,6 @@ def filter_groups(rewards, group_ids, keep=0.25):
     rewards (B,) raw episode rewards, group_ids (B,) any integers, keep in [0, 1] -> (B,) bool: the rows of
     the max(1, floor(keep * P)) groups with the largest population std; ties, up to rounding, to the smaller
     id. With keep < 1 groups of equal rewards are never kept, so perhaps none. Raises ValueError.
-
     >>> filter_groups(torch.tensor([1., 1., 0., 1., 0., 2.]), torch.tensor([5, 5, 6, 6, 7, 7]), keep=0.34)
     tensor([False, False, False, False,  True,  True])
     """
@@ -133,7 +131,6 @@ def gae(token_rewards, values, loss_mask, gamma=1.0, lam=1.0, segment_ends=None)
 
     values[b, t] is the value of the state in which token t was chosen. segment_ends (B, T) bool: tokens after
     which the recursion starts anew. Returns advantages, returns, 0 where loss_mask is False. lam: 0.95 to 1.
-
     >>> rewards, values = torch.tensor([[0., 9., 1.]]), torch.tensor([[0.5, math.nan, 0.25]])
     >>> gae(rewards, values, torch.tensor([[1, 0, 1]]), gamma=0.5)[0]
     tensor([[0.0000, 0.0000, 0.7500]])
@@ -160,7 +157,6 @@ def bilevel_gae(turn_rewards, values, loss_mask, turn_ids, gamma_turn=0.95, lam_
         inside turn k: gae with terminal reward A_k + V_k and next value 0
 
     All four constants at 1 give gae. Returns advantages, returns (B, T), 0 where loss_mask is False.
-
     >>> mask, turn_ids = torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 1]])
     >>> bilevel_gae(torch.tensor([[0., 1.]]), torch.zeros(1, 3), mask, turn_ids, gamma_turn=0.5)[0]
     tensor([[0.5000, 0.0000, 1.0000]])
@@ -217,7 +213,6 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
     compared, group_ids is a mere hint. Ids are read up to the last sampled one, which is only predicted.
     Returns rows, lists of Pieces (a prefix is its own); row (B,) and column (B, T), where ids stand (row -1:
     nothing sampled), on the CPU. Raises ValueError if a first id is sampled.
-
     >>> rows = pack(torch.tensor([[7, 8, 1], [7, 9, 2]]), torch.tensor([[0, 0, 1], [0, 0, 1]]), [5, 5])[0]
     >>> [(p.start, p.stop, p.prefix) for p in rows[0]]
     [(0, 1, 0), (1, 2, 0), (1, 2, 0)]
@@ -251,14 +246,15 @@ def pack(tokens, loss_mask, group_ids=None, width=None):
 
 def attention_mask(pieces, position, dtype, window=None):
     """Which keys j a query i of a packed row may see -> additive (1, 1, L, L): 0, or the dtype's minimum."""
-    lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
-    number = torch.arange(len(pieces)).repeat_interleave(lengths).to(position.device)        # (L,) i's piece
-    prefix = torch.tensor([piece.prefix for piece in pieces], device=position.device)[number]
-    see = (number == number[:, None]) | (number == prefix[:, None])   # j in i's trajectory or its prefix,
-    see &= torch.ones_like(see).tril()                                # and not behind i
+    lengths, lowest = [piece.stop - piece.start for piece in pieces], torch.finfo(dtype).min
+    mask = torch.full((len(position),) * 2, lowest, dtype=dtype, device=position.device)
+    for i, (piece, rows) in enumerate(zip(pieces, mask.split(lengths))):
+        block = rows.split(lengths, dim=1)
+        block[piece.prefix].zero_()                                   # j in i's prefix,
+        block[i].fill_(lowest).triu_(1)                               # or in i's piece and not behind i
     if window:                                                        # a layer that looks back only so far
-        see &= position[:, None] - position < window
-    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[None, None]
+        mask.masked_fill_(position[:, None] - position >= window, lowest)
+    return mask[None, None]
 
 class SkipMasked(TorchFunctionMode):
     """While open, attention over a packed row is computed piece by piece: a prefix on itself, a tail on its
@@ -371,7 +367,6 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_ratio_low=0.
 
     w: weights, by default loss_weights(loss_mask). StarPO-S clips later above (0.28): rare tokens may grow.
     Returns the loss and scalar tensors: clip_frac (of sampled tokens), ratio_max_dev, kl_old.
-
     >>> one = torch.ones(1, 1)
     >>> print(policy_loss(one * math.log(2), one * 0, one * 3, one)[0])       # ratio 2, clipped to 1.28
     tensor(-3.8400)
@@ -394,7 +389,6 @@ def value_loss(values, old_values, returns, loss_mask, clip=None, weights=None):
         loss = 1/2 sum w max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)     clip=None: the first alone
 
     RAGEN clips at 0.5, which throttles it where returns reach 11 (Sokoban). Returns loss, {value_clip_frac}.
-
     >>> one = torch.ones(1, 1)
     >>> [value_loss(one * 3, one * 0, one * 4, one, clip)[0].item() for clip in (None, 1)]
     [0.5, 4.5]
