@@ -257,14 +257,20 @@ def attention_mask(pieces, position, dtype, window=None):
     return mask[None, None]
 
 class SkipMasked(TorchFunctionMode):
-    """While open, attention over a packed row is computed piece by piece: a prefix on itself, a tail on its
-    prefix and itself. torch's kernels would score all L x L pairs, also those that the mask rules out. It
-    changes no result; a model that does not call scaled_dot_product_attention goes without."""
+    """While open, attention over a packed row is computed in runs of pieces: a prefix on itself, a tail on
+    its prefix and itself, short neighbours in one call. torch's kernels would score all L x L pairs, masked
+    or not. It changes no result; a model that does not call scaled_dot_product_attention goes without."""
 
     def __init__(self, pieces):
         super().__init__()
-        self.lengths, self.masks = [piece.stop - piece.start for piece in pieces], {}
-        self.near = [[piece.prefix, i] if piece.prefix != i else [i] for i, piece in enumerate(pieces)]
+        self.lengths, self.near, self.masks = [], [], {}              # near: the runs that a run may see
+        for i, piece in enumerate(pieces):
+            n, run = piece.stop - piece.start, len(self.lengths)
+            if piece.prefix != i and self.lengths[-1] * n <= 64 ** 2:     # pairs, cheaper than a call
+                self.lengths[-1] += n
+            else:
+                home = run if piece.prefix == i else home             # the run that its prefix is in
+                self.near, self.lengths = self.near + [sorted({home, run})], self.lengths + [n]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """args: query, key, value (1, H, L, D); kwargs["attn_mask"] (1, 1 or H, L, L) -> (1, H, L, D)."""
