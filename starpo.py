@@ -15,7 +15,7 @@ Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tok
 a packed row. Run alone: `python starpo.py` walks a toy batch through every formula.
 """
 import math
-from collections import defaultdict, namedtuple
+from collections import Counter, defaultdict, namedtuple
 
 import torch
 from torch import distributed
@@ -528,20 +528,21 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
 
 # -------------------------------------------------------------------------------------- collapse indicators
 def indicators(traj, rewards):
-    """What to watch for collapse, over all rows of a rollout before the filter, as floats (table in README).
-    traj: a Trajectories; rewards (B,): raw episode rewards."""
+    """What to watch for collapse, over all rows of a Trajectories before the filter, as floats (README's table)."""
     index, size, _, std, equal = group_stats(rewards, traj.group_ids)
     turns, replies = [turn for info in traj.infos for turn in info["turns"]], defaultdict(set)
     for group, info in zip(index.tolist(), traj.infos):
         replies[group] |= {turn["reply"] for turn in info["turns"][:1]}
     solved = torch.zeros_like(std).index_add(0, index, traj.success.cpu().double()) > 0
     distinct = torch.tensor([len(replies[group]) for group in range(len(size))]) / size
+    templates = Counter("".join(filter(str.isalpha, turn["thought"])) for turn in turns if turn["thought"])
     sampled, n = float(traj.loss_mask.sum()), max(1, len(turns))
     means = {"success": traj.success, "reward_mean": rewards, "reward_std_in_group": std,
              "zero_var_frac": equal, "context_cut_frac": traj.context_cut, "pass_at_g": solved,
              "distinct_reply_frac": distinct, "entropy": masked_mean(traj.entropies, traj.loss_mask)}
     return {name: float(x.double().mean()) for name, x in means.items()} | {
         "tokens": sampled, "reply_len": sampled / n,
+        "repeated_thought_frac": max(templates.values(), default=0) / n,
         "thought_len": sum(len(turn["thought"].split()) for turn in turns) / n,
         "valid_frac": sum(turn["valid"] for turn in turns) / n,
         "actions_per_episode": sum(len(turn["actions"]) for turn in turns) / max(1, len(traj.infos))}

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Every experiment of results/README.md, with its exact command.
+#
+#   results/run.sh                   lists the names
+#   results/run.sh NAME [SEED ...]   runs one experiment, or all those of a finding (f1 ... f10); seeds 0 1 2 by default
+#   JOBS=1 results/run.sh f1         one run at a time (default: two, one thread each)
+#
+# A run that is done is skipped; one that was stopped (Ctrl-C, kill) goes on from its last checkpoint when the command
+# is given again. Runs live in runs/echo/NAME-seedS; what is quoted of them is copied to results/echo/NAME-seedS.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+
+# The same samples, step sizes and seeds in every experiment of a game; what a name adds is all that differs.
+COMMON="--threads 1 --eval_n 256 --eval_temperature 1 --eval_every 0 --save_every 25"
+BANDIT="--env bandit --noise shared --iters 50"                             # RAGEN's luck: a group's members share it
+SOKOBAN="--env sokoban --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 50"
+FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 50"
+
+game() { case $1 in bandit) echo "$BANDIT";; sokoban) echo "$SOKOBAN";; frozenlake) echo "$FROZENLAKE";; esac; }
+
+# What an experiment of any game is called, and what it adds to the game's flags. "steps": as many optimizer steps an
+# iteration as with all groups (4), by minibatches that are as much smaller as the batch is.
+variant() {
+    local whole=16; [ "$1" = bandit ] && whole=32
+    case $2 in
+        starpo)           echo "--algo starpo";;                            # 1: KL 0.001, clip 0.2/0.2, all groups
+        starpo-s)         echo "--algo starpo-s";;                          # 1: no KL, clip 0.2/0.28, a quarter of the groups
+        starpo-s-steps)   echo "--algo starpo-s --minibatch_size $((whole / 4))";;
+        starpo-gae)       echo "--algo starpo --estimator gae";;
+        starpo-s-gae)     echo "--algo starpo-s --estimator gae";;
+        keep50)           echo "--algo starpo --keep 0.5";;                 # 3: the filter alone
+        keep25)           echo "--algo starpo --keep 0.25";;
+        keep75)           echo "--algo starpo --keep 0.75";;
+        keep25-steps)     echo "--algo starpo --keep 0.25 --minibatch_size $((whole / 4))";;
+        keep50-steps)     echo "--algo starpo --keep 0.5 --minibatch_size $((whole / 2))";;
+        keep75-steps)     echo "--algo starpo --keep 0.75 --minibatch_size $((whole * 3 / 4))";;
+        no-kl)            echo "--algo starpo --kl_coef 0";;                # 4: one switch at a time
+        clip-high)        echo "--algo starpo --clip_ratio_high 0.28";;
+        long)             echo "--algo starpo-s --iters 500";;              # 6
+        long-penalty)     echo "--algo starpo-s --iters 500 --format_penalty 1";;
+        *) echo "results/run.sh: no experiment is called $1-$2" >&2; exit 2;;
+    esac
+}
+
+# 5: bandit-NOISE-NORM-KEEP-LOW, as in bandit-independent-std-1-0.15
+factorial() {
+    local IFS=-; set -- $1
+    local norm=normalize_std; [ "$3" = nostd ] && norm=no_normalize_std
+    echo "--env bandit --iters 50 --noise $2 --$norm --algo starpo-s --keep $4 --env_args low_reward=$5"
+}
+
+flags() {
+    case $1 in
+        bandit-shared-*|bandit-independent-*) factorial "$1";;
+        *) local more; more=$(variant "${1%%-*}" "${1#*-}") || exit 2
+           echo "$(game "${1%%-*}") $more";;
+    esac
+}
+
+each() { for game in $1; do for name in $2; do echo "$game-$name"; done; done; }
+
+names() {
+    case $1 in
+        f1) each "bandit sokoban" "starpo starpo-s starpo-s-steps starpo-gae starpo-s-gae";;
+        f2) names f1;;                                                      # read off the same runs
+        f3) each "bandit sokoban" "starpo keep75 keep50 keep25 keep75-steps keep50-steps keep25-steps";;
+        f4) each "bandit sokoban" "starpo no-kl clip-high";;
+        f5) for noise in shared independent; do for norm in std nostd; do for keep in 0.25 1; do for low in 0.15 0.35
+            do echo "bandit-$noise-$norm-$keep-$low"; done; done; done; done;;
+        f6) each "bandit sokoban" "long long-penalty";;
+        f7) each "frozenlake" "starpo starpo-s";;
+        all) for number in 1 3 4 5 6 7; do names f$number; done | awk '!seen[$0]++';;
+        *) echo "$1";;
+    esac
+}
+
+one() {     # NAME SEED
+    local out="runs/echo/$1-seed$2" kept="results/echo/$1-seed$2"
+    [ -f "$kept/summary.json" ] && return
+    if [ ! -f "$out/summary.json" ]; then
+        mkdir -p runs/echo
+        if [ -f "$out/checkpoint/trainer.json" ] || [ -f "$out/checkpoint.old/trainer.json" ]; then
+            "$PYTHON" train.py --resume "$out" >> "$out.log" 2>&1
+        else
+            rm -rf "$out"
+            "$PYTHON" train.py $COMMON $(flags "$1") --seed "$2" --out "$out" > "$out.log" 2>&1
+        fi || { echo "$1-seed$2: $(tail -1 "$out.log")" >&2; return 1; }
+    fi
+    mkdir -p "$kept"
+    cp "$out"/{config.json,metrics.jsonl} "$kept"
+    cp "$out/summary.json" "$kept"                                          # last: it says that the rest is there
+    echo "$1-seed$2: done"
+}
+
+if [ $# -eq 0 ]; then
+    for finding in f1 f2 f3 f4 f5 f6 f7; do echo "$finding: $(names $finding | xargs)"; done
+elif [ "$1" = --one ]; then
+    one "$2" "$3"
+else
+    name=$1; shift
+    jobs=$(for seed in "${@:-0 1 2}"; do for s in $seed; do names "$name" | sed "s/$/ $s/"; done; done)
+    echo "$jobs" | while read -r experiment _; do flags "$experiment" > /dev/null; done     # a wrong name ends here
+    echo "$jobs" | xargs -n 2 -P "${JOBS:-2}" results/run.sh --one
+fi
