@@ -455,7 +455,7 @@ class Run:
     def __init__(self, config: dict, columns: dict, rank: int = 0):
         self.folder, self.rank = Path(tempfile.mkdtemp() if rank else config["out"]), rank
         self.config, self.columns, self.began, self.first = config, columns, time.perf_counter(), {}
-        self.metrics = self.folder / "metrics.jsonl"
+        self.metrics, self.rows = self.folder / "metrics.jsonl", []
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         self.write("config.json", json.dumps(config, indent=1))
 
@@ -467,13 +467,17 @@ class Run:
     def log(self, iteration: int, metrics: dict, seconds: float, texts: list[str]) -> None:
         """A line of metrics.jsonl and one on the screen; every ten iterations the texts of some dialogues."""
         row = {"iter": iteration + 1, **metrics, "seconds": round(seconds, 3)}
-        row = {key: x for key, x in row.items() if not isinstance(x, float) or math.isfinite(x)}
+        row = {key: x for key, x in row.items() if x != "" and (not isinstance(x, float) or math.isfinite(x))}
+        self.rows.append(row)
         with open(self.metrics, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         if iteration == 0 or (iteration + 1) % 10 == 0:
             (self.folder / "samples" / f"{iteration + 1:05d}.txt").write_text(f"\n{'=' * 80}\n".join(texts))
         cells = "  ".join(f"{label} {row[key]:6.3f}" for key, label in self.columns.items() if key in row)
         tqdm.write(f"{iteration + 1:4d}/{self.config['iters']}  {cells}  {seconds:5.1f} s")
+        if "echo_trap" in row:
+            back = f"; back to iteration {row['rolled_back_to']}" if "rolled_back_to" in row else ""
+            tqdm.write(f"echo trap: {row['echo_trap']}{back}")
 
     def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
         """Checkpoint after `iteration` iterations, with what the first evaluation found."""
@@ -492,9 +496,21 @@ class Run:
     def restore(self, folder: str, model, critic, optimizers: dict) -> int:
         """Take up the state saved in a run folder (the weights are loaded) -> the iteration to go on from."""
         state = load_trainer(Path(folder) / "checkpoint", critic, optimizers, model)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)
-        self.write("metrics.jsonl", "".join(lines[:state["iteration"]]))                   # one an iteration
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)[:state["iteration"]]
+        self.write("metrics.jsonl", "".join(lines))                                        # one an iteration
+        self.rows = [json.loads(line) for line in lines]
         return state["iteration"]
+
+    def rollback(self, model, critic, optimizers: dict) -> int:
+        """Put weights and moments of the last checkpoint back -> the iteration it was saved after."""
+        folder = find_checkpoint(Path(self.config["out"]) / "checkpoint")
+        if not has_lora(model):         # with LoRA load_trainer puts the factors back
+            model.load_state_dict(load_policy(str(folder), "cpu", "float32")[0].state_dict())
+        return load_trainer(folder, critic, optimizers, model)["iteration"]
+
+    def rollbacks(self) -> int:
+        """How often this run has gone back."""
+        return sum("rolled_back_to" in row for row in self.rows)
 
 
 def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int, shown_tokens: int,
@@ -527,24 +543,7 @@ def memory_plan(model: nn.Module, *, rows: int, turns: int, max_new_tokens: int,
     return plan | memory | {"together": sum(memory.values())}
 
 
-# -------------------------------------------------------------------------------------- built-in tiny model
-
-def describe() -> None:
-    """Print what the tiny model is, and how it sees a prompt."""
-    from envs import first_prompt, make_env
-    model, tokenizer = load_policy("tiny")
-    chat, env = ChatFormat(tokenizer, model), make_env("sokoban")
-    observation, _ = env.reset(0)
-    ids = chat.first(first_prompt(env, observation)) + chat.encode("<think>")
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{model.config.model_type}, {parameters:,} parameters, {len(tokenizer)} tokens\n"
-          f"hidden {model.config.hidden_size}, layers {model.config.num_hidden_layers}, query heads "
-          f"{model.config.num_attention_heads}, key/value heads {model.config.num_key_value_heads}\n"
-          f"end token {tokenizer.decode([chat.end_id])}; a Sokoban prompt is {len(ids)} tokens:\n")
-    print("|".join(tokenizer.decode([i]) for i in ids))
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Describe the built-in tiny model, or make it again.")
     parser.add_argument("--rebuild", action="store_true", help="train tiny/ from nothing, within an hour")
-    run_path(str(TINY / "rebuild.py"))["rebuild"]() if parser.parse_args().rebuild else describe()
+    run_path(str(TINY / "rebuild.py"))["rebuild" if parser.parse_args().rebuild else "describe"]()

@@ -33,8 +33,7 @@ def masked_mean(x, mask):
     >>> masked_mean(torch.tensor([1., 3., math.nan]), torch.tensor([True, True, False])).item()
     2.0
     """
-    mask = mask.bool()
-    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+    return torch.where(mask.bool(), x, 0).sum() / mask.bool().sum().clamp(min=1)
 
 def episode_rewards(rewards, penalties):
     """R (B,): sum of turn rewards and (negative) format penalties (B, K). For filter, GRPO and logs."""
@@ -528,13 +527,12 @@ def update(policy, optimizer, batch, advantages, *, ref_logprobs=None, critic=No
 
 # -------------------------------------------------------------------------------------- collapse indicators
 def indicators(traj, rewards):
-    """What to watch for collapse, over all rows of a Trajectories before the filter, as floats (README's table)."""
+    """What to watch for collapse, over all rows before the filter, as floats (README has a table of them)."""
     index, size, _, std, equal = group_stats(rewards, traj.group_ids)
-    turns, replies = [turn for info in traj.infos for turn in info["turns"]], defaultdict(set)
-    for group, info in zip(index.tolist(), traj.infos):
-        replies[group] |= {turn["reply"] for turn in info["turns"][:1]}
+    turns = [turn for info in traj.infos for turn in info["turns"]]
+    first = {(g, turn["reply"]) for g, info in zip(index.tolist(), traj.infos) for turn in info["turns"][:1]}
     solved = torch.zeros_like(std).index_add(0, index, traj.success.cpu().double()) > 0
-    distinct = torch.tensor([len(replies[group]) for group in range(len(size))]) / size
+    distinct = torch.tensor([sum(g == group for g, _ in first) for group in range(len(size))]) / size
     templates = Counter("".join(filter(str.isalpha, turn["thought"])) for turn in turns if turn["thought"])
     sampled, n = float(traj.loss_mask.sum()), max(1, len(turns))
     means = {"success": traj.success, "reward_mean": rewards, "reward_std_in_group": std,

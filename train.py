@@ -22,7 +22,6 @@ import dataclasses
 import difflib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -37,7 +36,8 @@ from tqdm import tqdm
 from envs import make_env, random_success
 from model import (Clock, Critic, Interrupt, Run, context_length, find_checkpoint, join_ranks, load_policy,
                    memory_plan, read_model, trainable)
-from results.plot import draw_run
+from results.monitor import echo_trap
+from results.plot import draw_run, print_summary, show
 from rollout import Trajectories, join, probe, rollout
 from starpo import (compute_advantages, episode_rewards, filter_groups, indicators, my_rank, over_ranks,
                     token_logprobs, token_values, update)
@@ -96,7 +96,8 @@ class Config:
     eval_n: int = option(1024, "held-out levels, before and after (1024: +-3 points)", (1, 10**9))
     eval_split: str = option("test", "tune: other levels, to choose settings by", ["test", "tune"])
     eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", (0, 10**9))
-    save_every: int = option(50, "iterations between checkpoints (0: only at the end)", (0, 10**9))
+    save_every: int = option(10, "iterations between checkpoints (0: only at the end)", (0, 10**9))
+    on_collapse: str = option(None, "when the monitor fires (rollback halves lr)", ["stop", "rollback"])
     tokens_per_micro_batch: int = option(2048, "tokens a pass, bounds memory (GPU: 8192)", (1, 10**9))
     lora_rank: int = option(0, "train LoRA factors alone (0: all weights; 8..64, at 10 x lr)", (0, 4096))
     preset: str = option(None, "defaults of another kind (paper: Qwen2.5-0.5B, PPO)", ["paper"])
@@ -120,7 +121,7 @@ SPLITS = {"test": 0, "tune": 5_000_000}         # first level of the evaluation 
 ADVANTAGE_OPTIONS = "kl_coef gamma lam gamma_turn lam_turn normalize_std"
 UPDATE_OPTIONS = ("epochs minibatch_size tokens_per_micro_batch clip_ratio_low clip_ratio_high value_clip "
                   "kl_coef entropy_coef token_mean temperature max_grad_norm")
-CHANGEABLE = {"iters", "eval_every", "save_every", "device", "threads", "resume"}     # with --resume
+CHANGEABLE = {"iters", "eval_every", "save_every", "on_collapse", "device", "threads", "resume"}    # --resume
 # on the screen:
 COLUMNS = {"success": "success", "reward_mean": "reward", "reward_std_in_group": "std", "entropy": "entropy",
            "valid_frac": "valid", "reply_len": "len", "grad_norm": "grad", "eval_success": "eval"}
@@ -143,10 +144,12 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
         origin = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if cfg.resume else model
         before, run.first = first_evaluation(cfg, origin, tokenizer)
 
+    if cfg.on_collapse == "rollback" and not start:
+        run.save(0, model, tokenizer, critic, optimizers)
     for iteration in stop.during(range(start, cfg.iters)):
-        began, warm = time.perf_counter(), min(1.0, (iteration + 1) / max(1, cfg.warmup))
+        began, pace = time.perf_counter(), min((iteration + 1) / max(1, cfg.warmup), 1) / 2 ** run.rollbacks()
         for name, optimizer in optimizers.items():
-            optimizer.param_groups[0]["lr"] = warm * (cfg.lr if name == "policy" else cfg.critic_lr)
+            optimizer.param_groups[0]["lr"] = pace * (cfg.lr if name == "policy" else cfg.critic_lr)
 
         with clock("rollout"):
             batch = (demonstrations if sft else play_groups)(cfg, model, tokenizer, iteration)
@@ -177,12 +180,16 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
             with clock("evaluation"):
                 quick = evaluate(cfg, model, tokenizer, min(cfg.eval_n, 256), cfg.eval_temperature)
                 metrics["eval_success"] = success_of(quick).mean().item()
+        metrics["echo_trap"], healthy = echo_trap([*run.rows, metrics])     # changes nothing, unless asked to
+        if metrics["echo_trap"] and cfg.on_collapse == "rollback":
+            metrics["rolled_back_to"] = run.rollback(model, critic, optimizers)
         run.log(iteration, metrics, time.perf_counter() - began, batch.texts[:cfg.group_size])
         failed = failed + 1 if metrics.get("skipped_steps") and not metrics["optimizer_steps"] else 0
-        if failed == 3:
-            sys.exit(f"train.py: 3 iterations without a finite gradient; {run.good()}")
+        if failed == 3 or metrics["echo_trap"] and cfg.on_collapse == "stop":
+            sys.exit(f"train.py: {metrics['echo_trap'] or '3 times without a finite gradient'}; {run.good()}")
         stopped = any(over_ranks(stop.asked))
-        if cfg.save_every and (iteration + 1) % cfg.save_every == 0 or iteration + 1 == cfg.iters or stopped:
+        due = cfg.save_every and (iteration + 1) % cfg.save_every == 0 and (healthy or not cfg.on_collapse)
+        if due or iteration + 1 == cfg.iters or stopped:
             run.save(iteration + 1, model, tokenizer, critic, optimizers)
         if stopped and iteration + 1 < cfg.iters:
             sys.exit(f"saved after iteration {iteration + 1}; python train.py --resume {run.folder} goes on")
@@ -269,11 +276,6 @@ def success_of(batches: list[Trajectories]) -> torch.Tensor:
     return torch.cat([batch.success for batch in batches]).double().cpu()
 
 
-def show(rate: float | None, n: int) -> str:
-    """A success rate over n levels with its 95 % interval (normal approximation); a dash if unknown."""
-    return "-" if rate is None else f"{rate:.3f} +- {1.96 * math.sqrt(rate * (1 - rate) / n):.3f}"
-
-
 def baselines(cfg: Config, name: str | None = None) -> tuple[float | None, float | None]:
     """Success of uniform valid actions over the whole budget, and of the best policy, on the evaluation
     levels."""
@@ -315,19 +317,14 @@ def report(cfg: Config, run: Run, before: list, after: list, clock: Clock) -> di
     met = {env.reset(train_seed(cfg, number))[0] for number in range(count)}    # all levels of the training
     gain = end - success_of(before)             # level by level: the same levels and luck before and after
     summary = {**run.first, "success_after": end.mean().item(), "gain": gain.mean().item(),
-               "gain_ci95": 1.96 * gain.std(correction=0).item() / math.sqrt(n), "eval_n": n,
+               "gain_ci95": 1.96 * gain.std(correction=0).item() / n ** 0.5, "eval_n": n,
+               "seen_in_training": sum(info["level"] in met for x in after for info in x.infos) / n,
                "iters": cfg.iters, "seconds": time.perf_counter() - run.began, "time": dict(clock)}
     run.write("summary.json", json.dumps(summary, indent=1))
     for title, batches in (("BEFORE", before), ("AFTER", after)):
         text = [text for batch in batches for text in batch.texts][int(gain.argmax())]
         print(f"\n----- {title} (held-out level {int(gain.argmax())}) -----\n{text}")
-    print(f"success on {n} held-out levels of {cfg.env}, temperature {cfg.eval_temperature}")
-    for key in ("random", "before_greedy", "before", "after", "optimal"):
-        print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
-    print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
-          f"{sum(info['level'] in met for x in after for info in x.infos) / n:.1%} of these levels came up "
-          "in training, too\ntime: "
-          + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in clock.items()))
+    print_summary(summary, cfg.env, cfg.eval_temperature)
     draw_run(run.folder)
     print(f"run folder: {run.folder}   (evaluate again: python train.py --eval_only {run.folder})")
     return summary

@@ -7,10 +7,14 @@
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from results import monitor         # noqa: E402
+
 PANELS = {"success": "success", "reward_std_in_group": "reward std in group", "entropy": "entropy (nats a token)",
           "grad_norm_max": "largest gradient norm"}
 WINDOW = 10             # iterations of the mean that "success" is judged by
@@ -35,6 +39,22 @@ def pyplot_or_none():
 
 
 # ------------------------------------------------------------------------------------------------ one run
+
+def show(rate: float | None, n: int) -> str:
+    """A success rate over n levels with its 95 % interval (normal approximation); a dash if unknown."""
+    return "-" if rate is None else f"{rate:.3f} +- {1.96 * math.sqrt(rate * (1 - rate) / n):.3f}"
+
+
+def print_summary(summary: dict, env: str, temperature: float) -> None:
+    """The closing table of a run, from its summary.json."""
+    n = summary["eval_n"]
+    print(f"success on {n} held-out levels of {env}, temperature {temperature}")
+    for key in ("random", "before_greedy", "before", "after", "optimal"):
+        print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
+    print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
+          f"{summary['seen_in_training']:.1%} of these levels came up in training, too\ntime: "
+          + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["time"].items()))
+
 
 def draw_run(folder: Path) -> None:
     """curves.png in a run folder: success, in-group reward std, entropy, gradient norm."""
@@ -74,7 +94,7 @@ def collapse_iteration(success: list[float]) -> int | None:
     mean of training success falls below half of its own peak and below its start, and stays there to the end.
 
     >>> collapse_iteration([0.4] * 10 + [0.8] * 10 + [0.0] * 20)
-    28
+    26
     >>> collapse_iteration([0.4] * 20 + [0.0] * 20 + [0.4] * 10)       # it recovers
     """
     means, found = trailing_means(success), None
@@ -177,3 +197,108 @@ def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[s
         line[0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------ the findings
+
+def experiments() -> dict[str, list[str]]:
+    """Finding -> names of its experiments, as results/run.sh lists them."""
+    listed = subprocess.run(["bash", str(HERE / "run.sh")], capture_output=True, text=True, check=True).stdout
+    return {finding: names.split() for finding, names in (line.split(":") for line in listed.splitlines())}
+
+
+def factorial_table(names: list[str]) -> str:
+    """Finding 5: a line a setting of the estimator, a column a payout of the safe arm."""
+    lines = ["| luck of a group | divided by the std | groups kept | the risky arm is better (0.15) | the safe arm is better "
+             "(0.35) |", "|" + "---|" * 5]
+    for name in names:
+        _, noise, norm, keep, low = name.split("-")
+        if low == "0.15":
+            cells = [row_of(f"bandit-{noise}-{norm}-{keep}-{x}") for x in ("0.15", "0.35")]
+            cells = [f"{percent(row['after'])} ({', '.join(f'{100 * x:.0f}' for x in row['each'])})" if row else "not run"
+                     for row in cells]
+            lines.append(f"| {noise} | {'yes' if norm == 'std' else 'no'} | {float(keep):.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def alarms(rows: list[dict]) -> dict[str, int]:
+    """Indicator -> the first iteration at which the monitor fires because of it; "any": because of one of them."""
+    first = {}
+    for n in range(1, len(rows) + 1):
+        for alarm in filter(None, monitor.echo_trap(rows[:n])[0].split(", ")):
+            first.setdefault(re.sub(r" \d+ %.*", "", alarm), n)
+            first.setdefault("any", n)
+    return first
+
+
+def monitor_table(seeds: tuple[int, ...]) -> str:
+    """Finding 2: how often, and how early, each indicator fires in runs that collapse and in runs that do not."""
+    fallen, healthy = [], []
+    for path in sorted(HERE.glob("echo/*-seed*/summary.json")):
+        if int(path.parent.name.rpartition("seed")[2]) in seeds:
+            rows = read_rows(path.parent)
+            at = collapse_iteration([row["success"] for row in rows])
+            (fallen if at else healthy).append((at, alarms(rows)))
+    lines = [f"| indicator | fires before the collapse ({len(fallen)} runs) | iterations before, median | too late | never "
+             f"| false alarms ({len(healthy)} runs that do not collapse) |", "|" + "---|" * 6]
+    for name in ["any", *(words for words, _, _ in monitor.WATCH.values())]:
+        leads = [at - first[name] for at, first in fallen if name in first]
+        early = sorted(lead for lead in leads if lead > 0)
+        false = sum(name in first for _, first in healthy)
+        lines.append(f"| {name} | {len(early)} | {early[len(early) // 2] if early else '-'} | {len(leads) - len(early)} "
+                     f"| {len(fallen) - len(leads)} | {false} |")
+    return "\n".join(lines)
+
+
+def fill_tables(text: str) -> str:
+    """results/README.md with every table between <!-- table NAME --> and <!-- end --> made anew."""
+    names = experiments()
+
+    def make(match):
+        name = match[1]
+        if name.startswith("monitor"):
+            made = monitor_table(tuple(int(seed) for seed in name.split()[1:]))
+        else:
+            finding, _, game = name.partition(" ")
+            wanted = [x for x in names[finding] if x.startswith(game)]
+            made = factorial_table(wanted) if finding == "f5" else table(wanted)
+        return f"<!-- table {name} -->\n{made}\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([^>]*) -->.*?<!-- end -->", make, text, flags=re.S)
+
+
+FIGURES = {     # file: games, metrics, experiments and their labels
+    "starpo-s.png": (["bandit", "sokoban"], ["success", "reward_std_in_group", "entropy", "valid_frac"], {
+        "starpo": "StarPO, GRPO", "starpo-s": "StarPO-S, GRPO", "starpo-s-steps": "StarPO-S, steps matched",
+        "starpo-gae": "StarPO, PPO", "starpo-s-gae": "StarPO-S, PPO"}),
+    "collapse.png": (["bandit"], ["success", "reward_std_in_group", "distinct_reply_frac"], {
+        "starpo": "StarPO", "starpo-s": "StarPO-S"}),
+    "keep.png": (["bandit", "sokoban"], ["success", "reward_std_in_group"], {
+        "starpo": "all groups", "keep75": "75 %", "keep50": "50 %", "keep25": "25 %"}),
+    "keep-steps.png": (["bandit", "sokoban"], ["success", "reward_std_in_group"], {
+        "starpo": "all groups", "keep75-steps": "75 %", "keep50-steps": "50 %", "keep25-steps": "25 %"}),
+    "switches.png": (["bandit", "sokoban"], ["success", "entropy"], {
+        "starpo": "StarPO", "no-kl": "without KL", "clip-high": "clip 0.28 above"}),
+    "penalty.png": (["sokoban"], ["success", "valid_frac", "reply_len"], {
+        "starpo": "StarPO", "starpo-s": "StarPO-S", "starpo-penalty": "StarPO, format penalty 1",
+        "penalty": "StarPO-S, format penalty 1"}),
+    "long.png": (["bandit", "sokoban"], ["success", "valid_frac", "entropy"], {
+        "long": "StarPO-S", "long-penalty": "format penalty 1"}),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        draw_run(Path(name))
+    if not sys.argv[1:]:
+        readme = HERE / "README.md"
+        readme.write_text(fill_tables(readme.read_text()))
+        pyplot = pyplot_or_none()
+        for name, (games, keys, variants) in FIGURES.items() if pyplot else ():
+            there = [game for game in games if any(runs_of(f"{game}-{variant}") for variant in variants)]
+            if there:
+                draw(pyplot, HERE / name, there, keys, variants)
+
+
+if __name__ == "__main__":
+    main()

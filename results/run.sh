@@ -3,6 +3,7 @@
 #
 #   results/run.sh                   lists the names
 #   results/run.sh NAME [SEED ...]   runs one experiment, or all those of a finding (f1 ... f10); seeds 0 1 2 by default
+#   results/run.sh --flags NAME      prints the flags of an experiment
 #   JOBS=1 results/run.sh f1         one run at a time (default: two, one thread each)
 #
 # A run that is done is skipped; one that was stopped (Ctrl-C, kill) goes on from its last checkpoint when the command
@@ -14,8 +15,8 @@ PYTHON=${PYTHON:-python}
 # The same samples, step sizes and seeds in every experiment of a game; what a name adds is all that differs.
 COMMON="--threads 1 --eval_n 256 --eval_temperature 1 --eval_every 0 --save_every 25"
 BANDIT="--env bandit --noise shared --iters 50"                             # RAGEN's luck: a group's members share it
-SOKOBAN="--env sokoban --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 50"
-FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 50"
+SOKOBAN="--env sokoban --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 60"
+FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 60"
 
 game() { case $1 in bandit) echo "$BANDIT";; sokoban) echo "$SOKOBAN";; frozenlake) echo "$FROZENLAKE";; esac; }
 
@@ -37,7 +38,9 @@ variant() {
         keep75-steps)     echo "--algo starpo --keep 0.75 --minibatch_size $((whole * 3 / 4))";;
         no-kl)            echo "--algo starpo --kl_coef 0";;                # 4: one switch at a time
         clip-high)        echo "--algo starpo --clip_ratio_high 0.28";;
-        long)             echo "--algo starpo-s --iters 500";;              # 6
+        penalty)          echo "--algo starpo-s --format_penalty 1";;       # 6
+        starpo-penalty)   echo "--algo starpo --format_penalty 1";;
+        long)             echo "--algo starpo-s --iters 500";;
         long-penalty)     echo "--algo starpo-s --iters 500 --format_penalty 1";;
         *) echo "results/run.sh: no experiment is called $1-$2" >&2; exit 2;;
     esac
@@ -68,7 +71,7 @@ names() {
         f4) each "bandit sokoban" "starpo no-kl clip-high";;
         f5) for noise in shared independent; do for norm in std nostd; do for keep in 0.25 1; do for low in 0.15 0.35
             do echo "bandit-$noise-$norm-$keep-$low"; done; done; done; done;;
-        f6) each "bandit sokoban" "long long-penalty";;
+        f6) each "bandit sokoban" "starpo-s penalty starpo-penalty long long-penalty";;
         f7) each "frozenlake" "starpo starpo-s";;
         all) for number in 1 3 4 5 6 7; do names f$number; done | awk '!seen[$0]++';;
         *) echo "$1";;
@@ -97,6 +100,8 @@ if [ $# -eq 0 ]; then
     for finding in f1 f2 f3 f4 f5 f6 f7; do echo "$finding: $(names $finding | xargs)"; done
 elif [ "$1" = --one ]; then
     one "$2" "$3"
+elif [ "$1" = --flags ]; then
+    echo "$COMMON $(flags "$2")"
 else
     name=$1; shift
     jobs=$(for seed in "${@:-0 1 2}"; do for s in $seed; do names "$name" | sed "s/$/ $s/"; done; done)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import envs
 import train
-from model import TINY, load_policy, save_checkpoint
+from model import TINY, ChatFormat, load_policy, save_checkpoint
 
 TINY_TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
                  "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -93,3 +93,17 @@ def rebuild(folder: Path = TINY) -> None:
     model, tokenizer = load_policy(str(source))
     model.to(torch.bfloat16).save_pretrained(folder)        # half the size; loaded as float32
     tokenizer.save_pretrained(folder)
+
+
+def describe() -> None:
+    """Print what the tiny model is, and how it sees a prompt."""
+    model, tokenizer = load_policy("tiny")
+    chat, env = ChatFormat(tokenizer, model), envs.make_env("sokoban")
+    observation, _ = env.reset(0)
+    ids = chat.first(envs.first_prompt(env, observation)) + chat.encode("<think>")
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{model.config.model_type}, {parameters:,} parameters, {len(tokenizer)} tokens\n"
+          f"hidden {model.config.hidden_size}, layers {model.config.num_hidden_layers}, query heads "
+          f"{model.config.num_attention_heads}, key/value heads {model.config.num_key_value_heads}\n"
+          f"end token {tokenizer.decode([chat.end_id])}; a Sokoban prompt is {len(ids)} tokens:\n")
+    print("|".join(tokenizer.decode([i]) for i in ids))

@@ -1,0 +1,48 @@
+"""The Echo Trap monitor: is this run about to collapse?
+
+RAGEN (arXiv 2504.20073, section 4.1) finds that the rewards of a group become alike, replies and thoughts become one
+template, entropy goes and gradients spike before success falls. Each of these is compared with the run's own first
+iterations. The ranges were set on the runs of seed 0 and of other seeds than those that results/README.md reports on.
+
+    from results.monitor import echo_trap
+    echo_trap(rows)     # rows: the dicts of metrics.jsonl so far
+"""
+import math
+
+START, PATIENCE = 5, 5          # iterations that are the start; iterations in a row out of range before it is said
+WATCH = {                       # metric: (its name in words, least and most it may be, as a share of its start)
+    "reward_std_in_group": ("reward std", 0.5, math.inf),
+    "entropy": ("entropy", 0.4, 1.6),
+    "grad_norm_max": ("gradient norm", 0, 10),
+    "valid_frac": ("valid replies", 0.8, math.inf),
+    "distinct_reply_frac": ("distinct replies", 0.6, math.inf),
+    "repeated_thought_frac": ("repeated thoughts", 0, 4),
+}
+
+
+def healthy_rows(rows: list[dict]) -> list[dict]:
+    """The iterations that the weights at hand have gone through: without what a rollback took back."""
+    kept = []
+    for row in rows:
+        kept.append(row)
+        if "rolled_back_to" in row:
+            del kept[row["rolled_back_to"]:]
+    return kept
+
+
+def echo_trap(rows: list[dict]) -> tuple[str, bool]:
+    """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether all is in range right now).
+
+    >>> echo_trap([{"entropy": 0.5}] * 5 + [{"entropy": 0.1}] * 6)
+    ('entropy 20 % of its start for 6 iterations', False)
+    """
+    rows, alarms, healthy = healthy_rows(rows), [], True
+    for key, (words, least, most) in WATCH.items():
+        values = [row[key] for row in rows if row.get(key) is not None]
+        start = max(sum(values[:START]) / START, 1e-9)
+        outside = [not least <= value / start <= most for value in values[START:]]
+        count = ([False] + outside)[::-1].index(False)              # iterations in a row, up to the last
+        healthy &= not count
+        if count >= PATIENCE:
+            alarms.append(f"{words} {100 * values[-1] / start:.0f} % of its start for {count} iterations")
+    return ", ".join(alarms), healthy
