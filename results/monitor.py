@@ -1,8 +1,9 @@
 """The Echo Trap monitor: is this run about to collapse?
 
 RAGEN (arXiv 2504.20073, section 4.1) finds that the rewards of a group become alike, replies and thoughts become one
-template, entropy goes and gradients spike before success falls. Each of these is compared with the run's own first
-iterations. The ranges were set on the runs of seed 0 and of other seeds than those that results/README.md reports on.
+template, entropy goes and gradients spike before success falls. Each of these is compared here with the run's own first
+iterations. A run that gets better may do all of this, too: where success nears 1, rewards become alike because they are
+all good. So nothing counts while success is above its start. results/README.md says how often that is right.
 
     from results.monitor import echo_trap
     echo_trap(rows)     # rows: the dicts of metrics.jsonl so far
@@ -11,12 +12,12 @@ import math
 
 START, PATIENCE = 5, 5          # iterations that are the start; iterations in a row out of range before it is said
 WATCH = {                       # metric: (its name in words, least and most it may be, as a share of its start)
-    "reward_std_in_group": ("reward std", 0.5, math.inf),
-    "entropy": ("entropy", 0.4, 1.6),
+    "reward_std_in_group": ("reward std", 0.7, math.inf),
+    "entropy": ("entropy", 0.4, 2),
     "grad_norm_max": ("gradient norm", 0, 10),
-    "valid_frac": ("valid replies", 0.8, math.inf),
-    "distinct_reply_frac": ("distinct replies", 0.6, math.inf),
-    "repeated_thought_frac": ("repeated thoughts", 0, 4),
+    "valid_frac": ("valid replies", 0.9, math.inf),
+    "distinct_reply_frac": ("distinct replies", 0.7, math.inf),
+    "repeated_thought_frac": ("repeated thoughts", 0, 3),
 }
 
 
@@ -33,10 +34,14 @@ def healthy_rows(rows: list[dict]) -> list[dict]:
 def echo_trap(rows: list[dict]) -> tuple[str, bool]:
     """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether all is in range right now).
 
-    >>> echo_trap([{"entropy": 0.5}] * 5 + [{"entropy": 0.1}] * 6)
+    >>> calm, trap = {"success": 0.3, "entropy": 0.5}, {"success": 0.2, "entropy": 0.1}
+    >>> echo_trap([calm] * 5 + [trap] * 6)
     ('entropy 20 % of its start for 6 iterations', False)
     """
     rows, alarms, healthy = healthy_rows(rows), [], True
+    success = [row["success"] for row in rows]
+    if not rows or sum(success[-PATIENCE:]) / PATIENCE >= sum(success[:START]) / START:
+        return "", True
     for key, (words, least, most) in WATCH.items():
         values = [row[key] for row in rows if row.get(key) is not None]
         start = max(sum(values[:START]) / START, 1e-9)

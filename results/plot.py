@@ -3,9 +3,11 @@
     python results/plot.py runs/NAME    # runs/NAME/curves.png (needs matplotlib)
     python results/plot.py              # all figures (results/*.png) and all tables (in results/README.md), from the
                                         # runs in results/echo that results/run.sh made
+    RESULTS=mine python results/plot.py collapse.png    # mine/collapse.png, from the runs in mine/
 """
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,8 +17,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from results import monitor         # noqa: E402
 
+RUNS = Path(os.environ.get("RESULTS", HERE / "echo"))                # where the runs of experiments lie
 PANELS = {"success": "success", "reward_std_in_group": "reward std in group", "entropy": "entropy (nats a token)",
           "grad_norm_max": "largest gradient norm"}
+TITLES = PANELS | {"valid_frac": "valid replies", "distinct_reply_frac": "distinct first replies in a group",
+                   "reply_len": "tokens a reply", "actions_per_episode": "actions an episode",
+                   "repeated_thought_frac": "commonest thought"}
 WINDOW = 10             # iterations of the mean that "success" is judged by
 SMOOTH = 0.8            # weight of the past in the drawn moving average; the raw curve lies beneath
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}     # Student's t: 95 % interval of a mean over so many seeds
@@ -112,7 +118,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def runs_of(name: str) -> list[Path]:
     """The finished runs of an experiment, by seed."""
-    return [path.parent for path in sorted(HERE.glob(f"echo/{name}-seed*/summary.json"))]
+    return [path.parent for path in sorted(RUNS.glob(f"{name}-seed*/summary.json"))]
 
 
 def row_of(name: str) -> dict | None:
@@ -189,8 +195,8 @@ def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[s
         for key, axis in zip(keys, line):
             for i, (name, label) in enumerate(variants.items()):
                 draw_seeds(axis, f"{game}-{name}", key, label, f"C{i}")
-            axis.set(title=f"{game}: {PANELS.get(key, key.replace('_', ' '))}", xlabel="iteration")
-            axis.set_ylim(0, 1.02 if key == "success" else None)
+            axis.set(title=f"{game}: {TITLES[key]}", xlabel="iteration")
+            axis.set_ylim(0, 1.02 if key == "success" or key.endswith("_frac") else None)
             row = key == "success" and next(filter(None, (row_of(f"{game}-{name}") for name in variants)), None)
             if row:
                 axis.axhline(row["random"][0], color="gray", linestyle=":", label="random play")
@@ -234,7 +240,7 @@ def alarms(rows: list[dict]) -> dict[str, int]:
 def monitor_table(seeds: tuple[int, ...]) -> str:
     """Finding 2: how often, and how early, each indicator fires in runs that collapse and in runs that do not."""
     fallen, healthy = [], []
-    for path in sorted(HERE.glob("echo/*-seed*/summary.json")):
+    for path in sorted(RUNS.glob("*-seed*/summary.json")):
         if int(path.parent.name.rpartition("seed")[2]) in seeds:
             rows = read_rows(path.parent)
             at = collapse_iteration([row["success"] for row in rows])
@@ -287,18 +293,19 @@ FIGURES = {     # file: games, metrics, experiments and their labels
 }
 
 
-def main() -> None:
-    for name in sys.argv[1:]:
-        draw_run(Path(name))
-    if not sys.argv[1:]:
+def main(words: list[str]) -> None:
+    for word in words:
+        if word not in FIGURES:
+            draw_run(Path(word))
+    if not words:
         readme = HERE / "README.md"
         readme.write_text(fill_tables(readme.read_text()))
-        pyplot = pyplot_or_none()
-        for name, (games, keys, variants) in FIGURES.items() if pyplot else ():
-            there = [game for game in games if any(runs_of(f"{game}-{variant}") for variant in variants)]
-            if there:
-                draw(pyplot, HERE / name, there, keys, variants)
+    pyplot = pyplot_or_none()
+    for name, (games, keys, variants) in FIGURES.items() if pyplot else ():
+        there = [game for game in games if any(runs_of(f"{game}-{variant}") for variant in variants)]
+        if there and (name in words or not words):
+            draw(pyplot, (RUNS if "RESULTS" in os.environ else HERE) / name, there, keys, variants)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,16 +7,18 @@
 #   JOBS=1 results/run.sh f1         one run at a time (default: two, one thread each)
 #
 # A run that is done is skipped; one that was stopped (Ctrl-C, kill) goes on from its last checkpoint when the command
-# is given again. Runs live in runs/echo/NAME-seedS; what is quoted of them is copied to results/echo/NAME-seedS.
+# is given again. Runs live in runs/echo/NAME-seedS; what is quoted of them is copied to results/echo/NAME-seedS, or to
+# RESULTS/NAME-seedS: "RESULTS=mine results/run.sh collapse" runs what results/echo holds already once more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
+RESULTS=${RESULTS:-results/echo}
 
 # The same samples, step sizes and seeds in every experiment of a game; what a name adds is all that differs.
 COMMON="--threads 1 --eval_n 256 --eval_temperature 1 --eval_every 0 --save_every 25"
 BANDIT="--env bandit --noise shared --iters 50"                             # RAGEN's luck: a group's members share it
 SOKOBAN="--env sokoban --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 60"
-FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 60"
+FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 3e-4 --iters 60"
 
 game() { case $1 in bandit) echo "$BANDIT";; sokoban) echo "$SOKOBAN";; frozenlake) echo "$FROZENLAKE";; esac; }
 
@@ -42,6 +44,18 @@ variant() {
         starpo-penalty)   echo "--algo starpo --format_penalty 1";;
         long)             echo "--algo starpo-s --iters 500";;
         long-penalty)     echo "--algo starpo-s --iters 500 --format_penalty 1";;
+        starpo-s-quarter) echo "--algo starpo-s --keep 0.25";;              # 7: FrozenLake's default on tiny is 0.5
+        prompts32)        echo "--algo starpo-s --groups 32 --group_size 2";;        # 7: 64 episodes an iteration
+        prompts16)        echo "--algo starpo-s --groups 16 --group_size 4";;
+        prompts4)         echo "--algo starpo-s --groups 4 --group_size 16";;
+        prompts2)         echo "--algo starpo-s --groups 2 --group_size 32 --keep 0.5";;
+        actions2)         echo "--algo starpo-s --max_turns 5 --max_actions_per_turn 2";;        # 7: ten actions in all
+        actions10)        echo "--algo starpo-s --max_turns 1 --max_actions_per_turn 10";;
+        reuse2)           echo "--algo starpo-s --epochs 2 --iters 30";;     # 7: as many optimizer steps in all
+        reuse5)           echo "--algo starpo-s --epochs 5 --iters 12";;
+        no-think)         echo "--algo starpo-s --no_think";;               # 8
+        sft)              echo "--algo sft --lr 6e-4 --iters 60";;          # 9
+        sft-starpo-s)     echo "--algo starpo-s --model runs/echo/$1-sft-seed0/checkpoint --max_new_tokens 80";;
         *) echo "results/run.sh: no experiment is called $1-$2" >&2; exit 2;;
     esac
 }
@@ -65,6 +79,7 @@ each() { for game in $1; do for name in $2; do echo "$game-$name"; done; done; }
 
 names() {
     case $1 in
+        collapse) each bandit "starpo starpo-s";;                           # the pair that README shows
         f1) each "bandit sokoban" "starpo starpo-s starpo-s-steps starpo-gae starpo-s-gae";;
         f2) names f1;;                                                      # read off the same runs
         f3) each "bandit sokoban" "starpo keep75 keep50 keep25 keep75-steps keep50-steps keep25-steps";;
@@ -72,14 +87,17 @@ names() {
         f5) for noise in shared independent; do for norm in std nostd; do for keep in 0.25 1; do for low in 0.15 0.35
             do echo "bandit-$noise-$norm-$keep-$low"; done; done; done; done;;
         f6) each "bandit sokoban" "starpo-s penalty starpo-penalty long long-penalty";;
-        f7) each "frozenlake" "starpo starpo-s";;
-        all) for number in 1 3 4 5 6 7; do names f$number; done | awk '!seen[$0]++';;
+        f7) each frozenlake "starpo starpo-s-quarter"
+            each sokoban "prompts32 prompts16 starpo-s prompts4 prompts2 actions2 actions10 reuse2 reuse5";;
+        f8) each "bandit sokoban" "starpo-s no-think";;
+        f9) each sokoban "starpo-s sft sft-starpo-s";;
+        all) for number in 1 3 4 5 6 7 8 9; do names f$number; done | awk '!seen[$0]++';;
         *) echo "$1";;
     esac
 }
 
 one() {     # NAME SEED
-    local out="runs/echo/$1-seed$2" kept="results/echo/$1-seed$2"
+    local out="runs/echo/$1-seed$2" kept="$RESULTS/$1-seed$2"
     [ -f "$kept/summary.json" ] && return
     if [ ! -f "$out/summary.json" ]; then
         mkdir -p runs/echo
@@ -97,7 +115,7 @@ one() {     # NAME SEED
 }
 
 if [ $# -eq 0 ]; then
-    for finding in f1 f2 f3 f4 f5 f6 f7; do echo "$finding: $(names $finding | xargs)"; done
+    for finding in f1 f2 f3 f4 f5 f6 f7 f8 f9; do echo "$finding: $(names $finding | xargs)"; done
 elif [ "$1" = --one ]; then
     one "$2" "$3"
 elif [ "$1" = --flags ]; then

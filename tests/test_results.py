@@ -34,8 +34,8 @@ def test_doctests(module):
 
 # ------------------------------------------------------------------------------------------------- the monitor
 
-def rows(key, start, later):
-    return [{key: start}] * monitor.START + [{key: x} for x in later]
+def rows(key, start, later, success=0.2):
+    return [{key: start, "success": 0.4}] * monitor.START + [{key: x, "success": success} for x in later]
 
 
 @pytest.mark.parametrize("key", monitor.WATCH)
@@ -49,19 +49,21 @@ def test_every_indicator_fires_on_both_sides_of_its_range_and_not_inside(key):
         assert found == f"{words} {100 * share:.0f} % of its start for {n} iterations" and not healthy
         assert monitor.echo_trap(rows(key, 3.0, [3.0 * share] * (n - 1))) == ("", False)             # patience
         assert monitor.echo_trap(rows(key, 3.0, [3.0 * share] * n + [3.0 * inside])) == ("", True)   # it recovered
+        assert monitor.echo_trap(rows(key, 3.0, [3.0 * share] * n, success=0.5)) == ("", True)       # it does get better
 
 
 def test_the_monitor_waits_for_a_start_and_bears_gaps():
     assert monitor.echo_trap([]) == ("", True)
-    assert monitor.echo_trap([{"entropy": 9.0}, {"entropy": 0.0}]) == ("", True)
-    gaps = [{"entropy": 1.0}] * monitor.START + [{"success": 1.0}, {"entropy": 0.0}] * monitor.PATIENCE
+    assert monitor.echo_trap([{"success": 1.0, "entropy": 9.0}, {"success": 0.0, "entropy": 0.0}]) == ("", True)
+    gaps = rows("entropy", 1.0, []) + [{"success": 0.1}, {"success": 0.1, "entropy": 0.0}] * monitor.PATIENCE
     assert str(monitor.PATIENCE) in monitor.echo_trap(gaps)[0]
     assert monitor.echo_trap(rows("entropy", 0.0, [0.0] * 9))[1] is False     # 0 of 0: out of range, and no error
 
 
 def test_a_rollback_takes_its_iterations_back():
-    history = [{"entropy": x} for x in (1, 1, 1, 1, 1, 0.1, 0.1)] + [{"entropy": 0.1, "rolled_back_to": 5}, {"entropy": 1}]
-    assert monitor.healthy_rows(history) == [{"entropy": 1}] * 6
+    bad, good = {"entropy": 0.1, "success": 0.1}, {"entropy": 1, "success": 0.4}
+    history = [good] * 5 + [bad] * 2 + [bad | {"rolled_back_to": 5}, {"entropy": 1, "success": 0.3}]
+    assert monitor.healthy_rows(history) == [good] * 5 + [{"entropy": 1, "success": 0.3}]
     assert monitor.echo_trap(history) == ("", True)
 
 

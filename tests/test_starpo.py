@@ -998,14 +998,14 @@ def test_indicators():
         context_cut=tensor(False, True, False, False),
         loss_mask=tensor([0, 1, 1], [0, 1, 1], [0, 1, 0], [0, 1, 0]).bool(),
         entropies=tensor([NAN, 1.0, 2.0], [NAN, 1.0, 2.0], [9.0, 3.0, 9.0], [9.0, 3.0, 9.0]),
-        infos=[{"turns": [turn("a", ["Up", "Up"]), turn("x", [], False, "")]}, {"turns": [turn("b", ["Up"])]},
-               {"turns": [turn("c", ["Up"])]}, {"turns": [turn("c", [])]}])
+        infos=[{"turns": [turn("a", ["Up", "Up"]), turn("x", [], False, "")]}, {"turns": [turn("b", ["Up"], thought="box at 2 3")]},
+               {"turns": [turn("c", ["Up"], thought="box at 4 1")]}, {"turns": [turn("c", [], thought="box at 4 1")]}])
     got = indicators(traj, tensor(1.0, 0.0, 0.3, 0.3))
     assert all(type(value) is float for value in got.values())
     assert got == pytest.approx({
         "success": 0.25, "reward_mean": 0.4, "reward_std_in_group": 0.25, "zero_var_frac": 0.5,
         "entropy": 2.0, "valid_frac": 0.8, "context_cut_frac": 0.25, "actions_per_episode": 1.0,
-        "reply_len": 1.2, "thought_len": 1.6, "distinct_reply_frac": 0.75, "pass_at_g": 0.5, "tokens": 6.0})
+        "reply_len": 1.2, "thought_len": 2.8, "repeated_thought_frac": 0.6, "distinct_reply_frac": 0.75, "pass_at_g": 0.5, "tokens": 6.0})
 
 
 def test_doctests():

@@ -27,7 +27,7 @@ QUICK = ("--groups 2 --group_size 3 --eval_n 3 --max_new_tokens 10 --max_turns 2
          "--keep 1 --lr 1e-3 --device cpu --threads 1").split()
 ALWAYS = set("iter success reward_mean reward_std_in_group zero_var_frac groups_kept optimizer_steps entropy grad_norm "
              "grad_norm_max kl_old clip_frac ratio_max_dev valid_frac context_cut_frac actions_per_episode reply_len "
-             "thought_len distinct_reply_frac pass_at_g tokens seconds".split())
+             "thought_len distinct_reply_frac repeated_thought_frac pass_at_g tokens seconds".split())
 SUMMARY = set("success_before success_before_greedy success_after success_random success_optimal eval_n iters "
               "seconds".split())
 PICK = '''
