@@ -84,7 +84,8 @@ def test_links_lead_somewhere():
         if name:
             assert (ROOT / name).exists(), target
         if anchor:
-            headings = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)]
+            page = (ROOT / name).read_text() if name else README
+            headings = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", page, re.M)]
             assert anchor in headings, target
 
 

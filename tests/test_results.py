@@ -164,6 +164,43 @@ def test_interval_is_students():
     assert math.isnan(plot.interval([1.0])[1]) and plot.percent((0.5, math.nan)) == "50.0"
 
 
+def keep_run(folder, success, std, after=0.5):
+    folder.mkdir(parents=True)
+    lines = [{"iter": i + 1, "success": x, "reward_std_in_group": y, "optimizer_steps": 4}
+             for i, (x, y) in enumerate(zip(success, std))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({
+        "success_before": 0.4, "success_after": after, "success_random": 0.2, "success_optimal": 1.0, "seconds": 90}))
+
+
+def test_tables_count_collapses_leads_and_false_alarms(tmp_path, monkeypatch):
+    """Seed 1: std low from iteration 21 on, success gone from 31. Seed 2: success a little down, std low: a false alarm.
+    Seed 3: fine. Seed 0 is not asked for."""
+    monkeypatch.setattr(plot, "RUNS", tmp_path)
+    keep_run(tmp_path / "game-x-seed1", [0.4] * 20 + [0.35] * 10 + [0.0] * 20, [1.0] * 20 + [0.1] * 30, after=0.0)
+    keep_run(tmp_path / "game-x-seed2", [0.4] * 20 + [0.35] * 30, [1.0] * 20 + [0.1] * 30, after=0.3)
+    keep_run(tmp_path / "game-x-seed3", [0.4] * 50, [1.0] * 50, after=0.6)
+    keep_run(tmp_path / "game-x-seed0", [0.4] * 50, [1.0] * 50)
+    row = plot.row_of("game-x")
+    assert row["seeds"] == 4 and row["collapsed"] == [None, 35, None, None] and row["steps"] == 4.0
+    assert row["end"][0] == pytest.approx((0.4 + 0.0 + 0.35 + 0.4) / 4) and row["minutes"] == 1.5
+    assert "| 1 of 4 (35) |" in plot.table(["game-x", "game-y"]) and "| game-y | not run |" in plot.table(["game-x", "game-y"])
+    lines = {line.split(" | ")[0].strip("| "): line for line in plot.monitor_table((1, 2, 3)).splitlines()}
+    assert "(1 runs)" in lines["indicator"] and "(2 runs that do not collapse)" in lines["indicator"]
+    assert lines["any"] == "| any | 1 | 10 | 0 | 0 | 1 |" and lines["entropy"] == "| entropy | 0 | - | 0 | 1 | 0 |"
+
+
+def test_figures_are_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    monkeypatch.setattr(plot, "RUNS", tmp_path)
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    for name in ("bandit-starpo-seed0", "bandit-starpo-seed1", "bandit-starpo-s-seed0"):
+        keep_run(tmp_path / name, [0.4] * 20, [1.0] * 20)
+    plot.main(["collapse.png"])
+    assert [path.name for path in tmp_path.glob("*.png")] == ["collapse.png"]
+    assert (tmp_path / "collapse.png").read_bytes().startswith(b"\x89PNG")
+
+
 # ------------------------------------------------------------------------------------------------ the commands
 
 def experiments():
