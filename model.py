@@ -410,7 +410,7 @@ def load_trainer(folder, critic=None, optimizers: dict | None = None, model=None
                 p.data.copy_(stored[key])
     moments = load_file(folder / "optimizers.safetensors")
     for name, optimizer in (optimizers or {}).items():
-        whole = optimizer.state_dict()
+        whole = optimizer.state_dict() | {"state": {}}
         for key, value in moments.items():
             owner, index, slot = key.split(".", 2)
             if owner == name:
@@ -479,19 +479,20 @@ class Run:
             back = f"; back to iteration {row['rolled_back_to']}" if "rolled_back_to" in row else ""
             tqdm.write(f"echo trap: {row['echo_trap']}{back}")
 
-    def save(self, iteration: int, model, tokenizer, critic, optimizers: dict) -> None:
-        """Checkpoint after `iteration` iterations, with what the first evaluation found."""
-        if not self.rank:
+    def save(self, iteration: int, model, tokenizer, critic, optimizers: dict, healthy=False) -> None:
+        """Checkpoint after `iteration` iterations; healthy: keep it in healthy/, too, to roll back to."""
+        for name in ["healthy"] * bool(healthy) + ["checkpoint"] if not self.rank else ():
             try:
-                save_checkpoint(self.folder / "checkpoint", model, tokenizer, critic, optimizers,
+                save_checkpoint(self.folder / name, model, tokenizer, critic, optimizers,
                                 {"iteration": iteration, **self.first})
             except FloatingPointError as error:
                 sys.exit(f"train.py: {error}")
 
     def good(self) -> str:
         """Where the last good weights are, in words."""
-        path = self.folder / "checkpoint"
-        return f"the last good weights are in {path}" if path.exists() else "nothing was saved yet"
+        names = [name for name in ("healthy", "checkpoint") if Path(self.config["out"], name).exists()]
+        path = Path(self.config["out"], *names[:1])
+        return f"the last good weights are in {path}" if names else "nothing was saved yet"
 
     def restore(self, folder: str, model, critic, optimizers: dict) -> int:
         """Take up the state saved in a run folder (the weights are loaded) -> the iteration to go on from."""
@@ -502,8 +503,8 @@ class Run:
         return state["iteration"]
 
     def rollback(self, model, critic, optimizers: dict) -> int:
-        """Put weights and moments of the last checkpoint back -> the iteration it was saved after."""
-        folder = find_checkpoint(Path(self.config["out"]) / "checkpoint")
+        """Put weights and moments of healthy/ back -> the iteration it was saved after. All ranks read it."""
+        folder = find_checkpoint(Path(self.config["out"]) / "healthy")
         if not has_lora(model):         # with LoRA load_trainer puts the factors back
             model.load_state_dict(load_policy(str(folder), "cpu", "float32")[0].state_dict())
         return load_trainer(folder, critic, optimizers, model)["iteration"]

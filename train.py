@@ -144,8 +144,8 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
         origin = load_policy(cfg.model, cfg.device, cfg.dtype)[0] if cfg.resume else model
         before, run.first = first_evaluation(cfg, origin, tokenizer)
 
-    if cfg.on_collapse == "rollback" and not start:
-        run.save(0, model, tokenizer, critic, optimizers)
+    if cfg.on_collapse and not (run.folder / "healthy").exists():
+        run.save(start, model, tokenizer, critic, optimizers, healthy=True)
     for iteration in stop.during(range(start, cfg.iters)):
         began, pace = time.perf_counter(), min((iteration + 1) / max(1, cfg.warmup), 1) / 2 ** run.rollbacks()
         for name, optimizer in optimizers.items():
@@ -188,9 +188,9 @@ def train(cfg: Config, model, tokenizer, critic, reference) -> dict:
         if failed == 3 or metrics["echo_trap"] and cfg.on_collapse == "stop":
             sys.exit(f"train.py: {metrics['echo_trap'] or '3 times without a finite gradient'}; {run.good()}")
         stopped = any(over_ranks(stop.asked))
-        due = cfg.save_every and (iteration + 1) % cfg.save_every == 0 and (healthy or not cfg.on_collapse)
+        due = cfg.save_every and (iteration + 1) % cfg.save_every == 0
         if due or iteration + 1 == cfg.iters or stopped:
-            run.save(iteration + 1, model, tokenizer, critic, optimizers)
+            run.save(iteration + 1, model, tokenizer, critic, optimizers, cfg.on_collapse and due and healthy)
         if stopped and iteration + 1 < cfg.iters:
             sys.exit(f"saved after iteration {iteration + 1}; python train.py --resume {run.folder} goes on")
 

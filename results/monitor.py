@@ -27,12 +27,22 @@ def healthy_rows(rows: list[dict]) -> list[dict]:
     for row in rows:
         kept.append(row)
         if "rolled_back_to" in row:
-            del kept[row["rolled_back_to"]:]
+            kept = [past for past in kept if past["iter"] <= row["rolled_back_to"]]
     return kept
 
 
+def outside(rows: list[dict], key: str) -> tuple[list[bool], float]:
+    """Whether a metric was out of its range, for each iteration behind the start that has it; its last share of the
+    start."""
+    _, least, most = WATCH[key]
+    values = [row[key] for row in rows if row.get(key) is not None]
+    start = max(sum(values[:START]) / START, 1e-9)
+    return [not least <= value / start <= most for value in values[START:]], values[-1] / start if values else 1.0
+
+
 def echo_trap(rows: list[dict]) -> tuple[str, bool]:
-    """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether all is in range right now).
+    """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether the run is in health: success
+    not below its start, or every indicator in its range right now).
 
     >>> calm, trap = {"success": 0.3, "entropy": 0.5}, {"success": 0.2, "entropy": 0.1}
     >>> echo_trap([calm] * 5 + [trap] * 6)
@@ -42,12 +52,10 @@ def echo_trap(rows: list[dict]) -> tuple[str, bool]:
     success = [row["success"] for row in rows]
     if not rows or sum(success[-PATIENCE:]) / PATIENCE >= sum(success[:START]) / START:
         return "", True
-    for key, (words, least, most) in WATCH.items():
-        values = [row[key] for row in rows if row.get(key) is not None]
-        start = max(sum(values[:START]) / START, 1e-9)
-        outside = [not least <= value / start <= most for value in values[START:]]
-        count = ([False] + outside)[::-1].index(False)              # iterations in a row, up to the last
+    for key, (words, *_) in WATCH.items():
+        out, share = outside(rows, key)
+        count = ([False] + out)[::-1].index(False)                  # iterations in a row, up to the last
         healthy &= not count
         if count >= PATIENCE:
-            alarms.append(f"{words} {100 * values[-1] / start:.0f} % of its start for {count} iterations")
+            alarms.append(f"{words} {100 * share:.0f} % of its start for {count} iterations")
     return ", ".join(alarms), healthy

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ TITLES = PANELS | {"valid_frac": "valid replies", "distinct_reply_frac": "distin
                    "repeated_thought_frac": "commonest thought"}
 WINDOW = 10             # iterations of the mean that "success" is judged by
 SMOOTH = 0.8            # weight of the past in the drawn moving average; the raw curve lies beneath
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}     # Student's t: 95 % interval of a mean over so many seeds
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}     # Student's t: 95 %, so many seeds
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -113,7 +114,7 @@ def collapse_iteration(success: list[float]) -> int | None:
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean over seeds, and half of its 95 % interval (Student's t; nan for one seed)."""
     mean, n = sum(values) / len(values), len(values)
-    return mean, T95.get(n, math.nan) * math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, n - 1) / n)
+    return mean, (T95[n] if n > 1 else math.nan) * math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, n - 1) / n)
 
 
 def runs_of(name: str) -> list[Path]:
@@ -136,7 +137,7 @@ def row_of(name: str) -> dict | None:
             "each": [s["success_after"] for s in summaries], "peak": interval([max(m) for m in means]),
             "end": interval([m[-1] for m in means]), "collapsed": [collapse_iteration(s) for s in successes],
             "steps": sum(row["optimizer_steps"] for row in read_rows(folders[0])) / len(successes[0]),
-            "minutes": sum(s["seconds"] for s in summaries) / 60 / len(folders)}
+            "minutes": sum(row["seconds"] for folder in folders for row in read_rows(folder)) / 60 / len(folders)}
 
 
 def percent(pair: tuple[float, float]) -> str:
@@ -146,24 +147,20 @@ def percent(pair: tuple[float, float]) -> str:
 
 def table(names: list[str]) -> str:
     """Markdown: an experiment a line. Success in percent; +- is a 95 % interval over seeds."""
-    lines = ["| experiment | seeds | steps an iteration | peak, training | end, training | held out, after | each seed "
-             "| collapsed, at iteration | minutes a run |", "|" + "---|" * 9]
+    lines = ["| experiment | seeds | steps an iteration | random, start, optimal | peak, training | end, training "
+             "| held out, after | each seed | collapsed, at iteration | minutes of training |", "|" + "---|" * 10]
     for name in names:
         row = row_of(name)
         if row is None:
-            lines.append(f"| {name} | not run |" + " |" * 7)
+            lines.append(f"| {name} | not run |" + " |" * 8)
             continue
         fallen = [str(at) for at in row["collapsed"] if at]
+        frame = ", ".join(f"{100 * row[key][0]:.0f}" for key in ("random", "before", "optimal"))
         lines.append(
-            f"| {name} | {row['seeds']} | {row['steps']:.1f} | {percent(row['peak'])} | {percent(row['end'])} "
+            f"| {name} | {row['seeds']} | {row['steps']:.1f} | {frame} | {percent(row['peak'])} | {percent(row['end'])} "
             f"| {percent(row['after'])} | {', '.join(f'{100 * x:.1f}' for x in row['each'])} "
             f"| {len(fallen)} of {row['seeds']}{' (' + ', '.join(fallen) + ')' if fallen else ''} "
             f"| {row['minutes']:.1f} |")
-    row = next((row for row in map(row_of, names) if row), None)
-    if row:
-        lines.append(f"\nHeld-out success of random play {percent(row['random'][:1] + (math.nan,))}, of the start "
-                     f"{percent(row['before'][:1] + (math.nan,))}, of the optimum "
-                     f"{percent(row['optimal'][:1] + (math.nan,))}.")
     return "\n".join(lines)
 
 
@@ -237,22 +234,37 @@ def alarms(rows: list[dict]) -> dict[str, int]:
     return first
 
 
+def leaves(rows: list[dict], key: str) -> int | None:
+    """The first iteration at which an indicator has been out of its range for PATIENCE iterations, whatever the success."""
+    numbers = [row["iter"] for row in rows if row.get(key) is not None][monitor.START:]
+    out, _ = monitor.outside(rows, key)
+    n = monitor.PATIENCE
+    return next((numbers[i + n - 1] for i in range(len(out) - n + 1) if all(out[i:i + n])), None)
+
+
 def monitor_table(seeds: tuple[int, ...]) -> str:
-    """Finding 2: how often, and how early, each indicator fires in runs that collapse and in runs that do not."""
-    fallen, healthy = [], []
+    """Finding 2: how early each indicator leaves its range, and how often the monitor is right. Of runs that are the same
+    under two names one is counted; those that the monitor changed are not."""
+    fallen, healthy, seen = [], [], set()
     for path in sorted(RUNS.glob("*-seed*/summary.json")):
-        if int(path.parent.name.rpartition("seed")[2]) in seeds:
-            rows = read_rows(path.parent)
+        rows, config = read_rows(path.parent), json.loads((path.parent / "config.json").read_text())
+        same = str([{key: x for key, x in row.items() if key != "seconds"} for row in rows])
+        if int(path.parent.name.rpartition("seed")[2]) in seeds and not config.get("on_collapse") and same not in seen:
+            seen.add(same)
             at = collapse_iteration([row["success"] for row in rows])
-            (fallen if at else healthy).append((at, alarms(rows)))
-    lines = [f"| indicator | fires before the collapse ({len(fallen)} runs) | iterations before, median | too late | never "
-             f"| false alarms ({len(healthy)} runs that do not collapse) |", "|" + "---|" * 6]
-    for name in ["any", *(words for words, _, _ in monitor.WATCH.values())]:
-        leads = [at - first[name] for at, first in fallen if name in first]
-        early = sorted(lead for lead in leads if lead > 0)
-        false = sum(name in first for _, first in healthy)
-        lines.append(f"| {name} | {len(early)} | {early[len(early) // 2] if early else '-'} | {len(leads) - len(early)} "
-                     f"| {len(fallen) - len(leads)} | {false} |")
+            (fallen if at else healthy).append((at, rows, alarms(rows)))
+    lines = [f"| indicator | collapses ({len(fallen)} runs): leaves its range before | by iterations, median | alarm before "
+             f"| by iterations, median | alarm too late | no alarm | other runs ({len(healthy)}): leaves its range | alarm |",
+             "|" + "---|" * 9]
+    middle = lambda leads: f"{statistics.median(leads):g}" if leads else "-"
+    for key, name in [(None, "any"), *((key, words) for key, (words, *_) in monitor.WATCH.items())]:
+        left = lambda rows: min(filter(None, (leaves(rows, k) for k in ([key] if key else monitor.WATCH))), default=None)
+        early = [at - left(rows) for at, rows, _ in fallen if (left(rows) or at) < at]
+        leads = [at - first[name] for at, _, first in fallen if name in first]
+        right = [lead for lead in leads if lead > 0]
+        lines.append(f"| {name} | {len(early)} | {middle(early)} | {len(right)} | {middle(right)} | {len(leads) - len(right)} "
+                     f"| {len(fallen) - len(leads)} | {sum(bool(left(rows)) for _, rows, _ in healthy)} "
+                     f"| {sum(name in first for *_, first in healthy)} |")
     return "\n".join(lines)
 
 
@@ -287,24 +299,31 @@ FIGURES = {     # file: games, metrics, experiments and their labels
         "starpo": "StarPO", "no-kl": "without KL", "clip-high": "clip 0.28 above"}),
     "penalty.png": (["sokoban"], ["success", "valid_frac", "reply_len"], {
         "starpo": "StarPO", "starpo-s": "StarPO-S", "starpo-penalty": "StarPO, format penalty 1",
-        "penalty": "StarPO-S, format penalty 1"}),
+        "penalty": "StarPO-S, format penalty 1", "rollback": "StarPO, rollback"}),
     "long.png": (["bandit", "sokoban"], ["success", "valid_frac", "entropy"], {
         "long": "StarPO-S", "long-penalty": "format penalty 1"}),
 }
 
 
 def main(words: list[str]) -> None:
+    elsewhere, readme = "RESULTS" in os.environ, HERE / "README.md"
+    wrong = [word for word in words if word not in FIGURES and not (Path(word) / "metrics.jsonl").exists()]
+    if wrong:
+        sys.exit(f"plot.py: {wrong[0]} is neither a run folder nor one of {', '.join(FIGURES)}")
     for word in words:
         if word not in FIGURES:
             draw_run(Path(word))
-    if not words:
-        readme = HERE / "README.md"
+    if not words and elsewhere:
+        print(*(fill_tables(f"<!-- table {name} --><!-- end -->") for name in experiments() if name != "f2"), sep="\n\n")
+    elif not words:
         readme.write_text(fill_tables(readme.read_text()))
     pyplot = pyplot_or_none()
     for name, (games, keys, variants) in FIGURES.items() if pyplot else ():
         there = [game for game in games if any(runs_of(f"{game}-{variant}") for variant in variants)]
         if there and (name in words or not words):
-            draw(pyplot, (RUNS if "RESULTS" in os.environ else HERE) / name, there, keys, variants)
+            draw(pyplot, (RUNS if elsewhere else HERE) / name, there, keys, variants)
+        elif name in words:
+            sys.exit(f"plot.py: {RUNS} holds none of the runs that {name} shows")
 
 
 if __name__ == "__main__":

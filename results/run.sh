@@ -7,12 +7,13 @@
 #   JOBS=1 results/run.sh f1         one run at a time (default: two, one thread each)
 #
 # A run that is done is skipped; one that was stopped (Ctrl-C, kill) goes on from its last checkpoint when the command
-# is given again. Runs live in runs/echo/NAME-seedS; what is quoted of them is copied to results/echo/NAME-seedS, or to
-# RESULTS/NAME-seedS: "RESULTS=mine results/run.sh collapse" runs what results/echo holds already once more.
+# is given again. Runs live in runs/echo/NAME-seedS; what is quoted of them is copied to results/echo/NAME-seedS. To run
+# again what is there, name another folder: "RESULTS=mine results/run.sh collapse" fills mine/ (and runs/mine/).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 RESULTS=${RESULTS:-results/echo}
+RUNS=runs/$(basename "$RESULTS")
 
 # The same samples, step sizes and seeds in every experiment of a game; what a name adds is all that differs.
 COMMON="--threads 1 --eval_n 256 --eval_temperature 1 --eval_every 0 --save_every 25"
@@ -42,6 +43,7 @@ variant() {
         clip-high)        echo "--algo starpo --clip_ratio_high 0.28";;
         penalty)          echo "--algo starpo-s --format_penalty 1";;       # 6
         starpo-penalty)   echo "--algo starpo --format_penalty 1";;
+        rollback)         echo "--algo starpo --on_collapse rollback --save_every 5";;
         long)             echo "--algo starpo-s --iters 500";;
         long-penalty)     echo "--algo starpo-s --iters 500 --format_penalty 1";;
         starpo-s-quarter) echo "--algo starpo-s --keep 0.25";;              # 7: FrozenLake's default on tiny is 0.5
@@ -55,8 +57,7 @@ variant() {
         reuse5)           echo "--algo starpo-s --epochs 5 --iters 12";;
         no-think)         echo "--algo starpo-s --no_think";;               # 8
         sft)              echo "--algo sft --lr 6e-4 --iters 60";;          # 9
-        sft-starpo-s)     echo "--algo starpo-s --model runs/echo/$1-sft-seed0/checkpoint --max_new_tokens 80";;
-        *) echo "results/run.sh: no experiment is called $1-$2" >&2; exit 2;;
+        sft-starpo-s)     echo "--algo starpo-s --model $RUNS/$1-sft-seedSEED/checkpoint --max_new_tokens 80";;
     esac
 }
 
@@ -67,11 +68,10 @@ factorial() {
     echo "--env bandit --iters 50 --noise $2 --$norm --algo starpo-s --keep $4 --env_args low_reward=$5"
 }
 
-flags() {
+flags() {   # NAME
     case $1 in
         bandit-shared-*|bandit-independent-*) factorial "$1";;
-        *) local more; more=$(variant "${1%%-*}" "${1#*-}") || exit 2
-           echo "$(game "${1%%-*}") $more";;
+        *) echo "$(game "${1%%-*}") $(variant "${1%%-*}" "${1#*-}")";;
     esac
 }
 
@@ -86,43 +86,70 @@ names() {
         f4) each "bandit sokoban" "starpo no-kl clip-high";;
         f5) for noise in shared independent; do for norm in std nostd; do for keep in 0.25 1; do for low in 0.15 0.35
             do echo "bandit-$noise-$norm-$keep-$low"; done; done; done; done;;
-        f6) each "bandit sokoban" "starpo-s penalty starpo-penalty long long-penalty";;
+        f6) each "bandit sokoban" "starpo starpo-s penalty starpo-penalty rollback long long-penalty";;
         f7) each frozenlake "starpo starpo-s-quarter"
             each sokoban "prompts32 prompts16 starpo-s prompts4 prompts2 actions2 actions10 reuse2 reuse5";;
         f8) each "bandit sokoban" "starpo-s no-think";;
         f9) each sokoban "starpo-s sft sft-starpo-s";;
+        f10) names f1;;                                                     # its checkpoints, in other games
         all) for number in 1 3 4 5 6 7 8 9; do names f$number; done | awk '!seen[$0]++';;
-        *) echo "$1";;
+        *) names all | grep -x -e "$1" || { echo "results/run.sh: no experiment is called $1" >&2; exit 2; };;
     esac
 }
 
-one() {     # NAME SEED
-    local out="runs/echo/$1-seed$2" kept="$RESULTS/$1-seed$2"
-    [ -f "$kept/summary.json" ] && return
-    if [ ! -f "$out/summary.json" ]; then
-        mkdir -p runs/echo
-        if [ -f "$out/checkpoint/trainer.json" ] || [ -f "$out/checkpoint.old/trainer.json" ]; then
-            "$PYTHON" train.py --resume "$out" >> "$out.log" 2>&1
-        else
-            rm -rf "$out"
-            "$PYTHON" train.py $COMMON $(flags "$1") --seed "$2" --out "$out" > "$out.log" 2>&1
-        fi || { echo "$1-seed$2: $(tail -1 "$out.log")" >&2; return 1; }
+# Train NAME with SEED until it is done, from its last checkpoint if there is one. Two processes never share a folder.
+trained() {
+    local out="$RUNS/$1-seed$2" holder failed=0
+    if [ "${1#*-}" = sft-starpo-s ]; then trained "${1%%-*}-sft" "$2"; fi
+    mkdir -p "$RUNS"
+    while ! (set -C; echo $$ > "$out.lock") 2> /dev/null; do
+        holder=$(cat "$out.lock" 2> /dev/null || true)
+        if [ -n "$holder" ] && kill -0 "$holder" 2> /dev/null; then sleep 5; else rm -f "$out.lock"; fi
+    done
+    if [ -f "$out/summary.json" ]; then
+        :
+    elif [ -f "$out/checkpoint/trainer.json" ] || [ -f "$out/checkpoint.old/trainer.json" ]; then
+        "$PYTHON" train.py --resume "$out" >> "$out.log" 2>&1 || failed=1
+    else
+        rm -rf "$out"
+        "$PYTHON" train.py $COMMON $(flags "$1" | sed "s/SEED/$2/") --seed "$2" --out "$out" > "$out.log" 2>&1 || failed=1
     fi
+    rm -f "$out.lock"
+    if [ $failed = 1 ]; then echo "$1-seed$2 stopped, see $out.log: $(tail -1 "$out.log")" >&2; exit 1; fi
+}
+
+one() {     # NAME SEED: train it, and keep what is quoted
+    local out="$RUNS/$1-seed$2" kept="$RESULTS/$1-seed$2"
+    if [ -f "$kept/summary.json" ]; then return; fi
+    trained "$1" "$2"
     mkdir -p "$kept"
-    cp "$out"/{config.json,metrics.jsonl} "$kept"
+    cp "$out/config.json" "$out/metrics.jsonl" "$kept"
     cp "$out/summary.json" "$kept"                                          # last: it says that the rest is there
     echo "$1-seed$2: done"
 }
 
+elsewhere() {       # SEED: finding 10
+    trained sokoban-starpo-s "$1"
+    "$PYTHON" train.py --eval_only "$RUNS/sokoban-starpo-s-seed$1" --eval_n 256 \
+        --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-seed$1.txt"
+    "$PYTHON" train.py --eval_only tiny --env sokoban --max_turns 2 --eval_temperature 1 --threads 1 --eval_n 256 \
+        --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-start.txt"
+}
+
 if [ $# -eq 0 ]; then
-    for finding in f1 f2 f3 f4 f5 f6 f7 f8 f9; do echo "$finding: $(names $finding | xargs)"; done
+    for finding in collapse f1 f2 f3 f4 f5 f6 f7 f8 f9; do echo "$finding: $(names $finding | xargs)"; done
 elif [ "$1" = --one ]; then
     one "$2" "$3"
 elif [ "$1" = --flags ]; then
+    names "${2:-}" > /dev/null
     echo "$COMMON $(flags "$2")"
 else
     name=$1; shift
-    jobs=$(for seed in "${@:-0 1 2}"; do for s in $seed; do names "$name" | sed "s/$/ $s/"; done; done)
-    echo "$jobs" | while read -r experiment _; do flags "$experiment" > /dev/null; done     # a wrong name ends here
-    echo "$jobs" | xargs -n 2 -P "${JOBS:-2}" results/run.sh --one
+    names "$name" > /dev/null
+    jobs=$(for seed in ${*:-0 1 2}; do names "$name" | sed "s/$/ $seed/"; done)
+    if [ "$name" = f10 ]; then
+        for seed in ${*:-0 1 2}; do elsewhere "$seed"; done
+    else
+        exec xargs -n 2 -P "${JOBS:-2}" results/run.sh --one <<< "$jobs"
+    fi
 fi

@@ -61,20 +61,27 @@ def test_the_monitor_waits_for_a_start_and_bears_gaps():
 
 
 def test_a_rollback_takes_its_iterations_back():
-    bad, good = {"entropy": 0.1, "success": 0.1}, {"entropy": 1, "success": 0.4}
-    history = [good] * 5 + [bad] * 2 + [bad | {"rolled_back_to": 5}, {"entropy": 1, "success": 0.3}]
-    assert monitor.healthy_rows(history) == [good] * 5 + [{"entropy": 1, "success": 0.3}]
+    """The second one, too, where the iterations left are no longer without a gap."""
+    row = lambda n, entropy, **more: {"iter": n, "entropy": entropy, "success": 0.4 if entropy == 1 else 0.1, **more}
+    history = [*(row(n, 1) for n in range(1, 11)), row(11, 0.1), row(12, 0.1, rolled_back_to=10),
+               *(row(n, 1) for n in range(13, 16)), row(16, 0.1), row(17, 0.1, rolled_back_to=15), row(18, 1)]
+    kept = [x["iter"] for x in monitor.healthy_rows(history)]
+    assert kept == [*range(1, 11), 13, 14, 15, 18]
     assert monitor.echo_trap(history) == ("", True)
 
 
 @pytest.fixture
 def fires(monkeypatch):
-    """The monitor says so in the iterations given, and that nothing is healthy from two before on."""
+    """The monitor says so in the iterations given, after two that are not healthy."""
     def at(*iterations):
         monkeypatch.setattr(train, "echo_trap", lambda rows: (
             "entropy 1 % of its start for 5 iterations" if len(rows) in iterations else "",
-            all(len(rows) < i - 2 for i in iterations)))
+            not any(i - 2 <= len(rows) <= i for i in iterations)))
     return at
+
+
+def drop(row):
+    return {key: x for key, x in row.items() if key != "seconds"}
 
 
 def test_an_alarm_alone_changes_nothing(micro, tmp_path, fires, capsys):  # noqa: F811
@@ -84,65 +91,79 @@ def test_an_alarm_alone_changes_nothing(micro, tmp_path, fires, capsys):  # noqa
     quiet, loud = read(tmp_path / "quiet"), read(tmp_path / "loud")
     assert [row.pop("echo_trap", None) is None for row in loud] == [True, False, True, False]
     assert capsys.readouterr().out.count("echo trap: entropy 1 % of its start for 5 iterations") == 2
-    drop = lambda row: {key: x for key, x in row.items() if key != "seconds"}
-    assert list(map(drop, quiet)) == list(map(drop, loud))
+    assert list(map(drop, quiet)) == list(map(drop, loud)) and not (tmp_path / "loud" / "healthy").exists()
 
 
-def test_on_collapse_stop_keeps_the_last_healthy_checkpoint(micro, tmp_path, fires):  # noqa: F811
+def test_on_collapse_stop_names_the_last_healthy_weights(micro, tmp_path, fires):  # noqa: F811
     fires(5)
     with pytest.raises(SystemExit) as stop:
         run(micro, tmp_path / "run", "--iters", 9, "--on_collapse", "stop", "--save_every", 1)
-    assert "entropy 1 %" in str(stop.value) and str(tmp_path / "run" / "checkpoint") in str(stop.value)
+    assert "entropy 1 %" in str(stop.value) and str(tmp_path / "run" / "healthy") in str(stop.value)
     assert len(read(tmp_path / "run")) == 5
-    state = json.loads((tmp_path / "run" / "checkpoint" / "trainer.json").read_text())
-    assert state["iteration"] == 2                                       # 3 and 4 were not healthy
+    assert json.loads((tmp_path / "run" / "healthy" / "trainer.json").read_text())["iteration"] == 2
+    assert json.loads((tmp_path / "run" / "checkpoint" / "trainer.json").read_text())["iteration"] == 4
 
 
 @pytest.mark.parametrize("flags", [[], ["--estimator", "gae"], ["--lora_rank", "2"]])
 def test_rollback_restores_and_halves_the_step(micro, tmp_path, fires, flags, monkeypatch):  # noqa: F811
-    """After the alarm in iteration 5 weights, critic and moments are those saved after iteration 2; the learning rate is
-    half from then on; a second alarm halves it again; a resumed run goes the same way."""
-    fires(5)
-    seen, rates, take_back = [], [], train.Run.rollback
+    """After the alarm in iteration 5 weights, factors, critic and moments are those after iteration 2; the learning rate
+    is half from then on, and a quarter from the second alarm on, in iteration 9, which goes back to 6."""
+    fires(5, 9)
+    rates, before, after, take_back = [], {}, {}, train.Run.rollback
+
+    def state(model, critic, optimizers):
+        names = {f"{who}.{name}": p for who, module in (("model", model), ("critic", critic)) if module is not None
+                 for name, p in module.state_dict().items()}
+        moments = {f"{who}.{i}.{slot}": x for who, optimizer in optimizers.items()
+                   for i, slots in optimizer.state_dict()["state"].items() for slot, x in slots.items()}
+        return {name: x.clone() for name, x in (names | moments).items()}
 
     def watch(self, model, critic, optimizers):
-        found = take_back(self, model, critic, optimizers)
-        seen.append({name: p.clone() for name, p in model.state_dict().items()})
-        assert optimizers["policy"].state_dict()["state"][0]["step"] == 2
-        return found
+        back = take_back(self, model, critic, optimizers)
+        after[back] = state(model, critic, optimizers)
+        return back
+
+    def save(self, iteration, model, tokenizer, critic, optimizers, healthy=False):
+        before[iteration] = state(model, critic, optimizers)
+        return keep(self, iteration, model, tokenizer, critic, optimizers, healthy)
 
     def rate(*args, **options):
         rates.append(args[1].param_groups[0]["lr"])
         return update(*args, **options)
 
-    update = train.update
+    update, keep = train.update, train.Run.save
     monkeypatch.setattr(train.Run, "rollback", watch)
+    monkeypatch.setattr(train.Run, "save", save)
     monkeypatch.setattr(train, "update", rate)
-    base = ["--warmup", 0, "--noise", "independent", *flags]
-    run(micro, tmp_path / "two", "--iters", 2, *base)
-    rates.clear()
-    run(micro, tmp_path / "run", "--iters", 7, "--on_collapse", "rollback", "--save_every", 1, *base)
-    assert [row.get("rolled_back_to") for row in read(tmp_path / "run")] == [None] * 4 + [2, None, None]
-    assert rates == [1e-3] * 5 + [5e-4] * 2
-    stored = load_file(tmp_path / "two" / "checkpoint" / "model.safetensors")
-    if not any("lora" in str(flag) for flag in flags):                   # with LoRA the file holds merged weights
-        assert all(torch.equal(seen[0][name], weight) for name, weight in stored.items())
+    run(micro, tmp_path / "run", "--iters", 10, "--on_collapse", "rollback", "--save_every", 1, "--warmup", 0, *flags)
+    assert [row.get("rolled_back_to") for row in read(tmp_path / "run")] == [None] * 4 + [2, None, None, None, 6, None]
+    assert rates == [1e-3] * 5 + [5e-4] * 4 + [2.5e-4]
+    assert after.keys() == {2, 6}
+    for iteration, found in after.items():
+        assert found.keys() == before[iteration].keys()
+        assert all(torch.equal(x, before[iteration][name]) for name, x in found.items())
+        assert any(not torch.equal(x, before[4 if iteration == 2 else 8][name]) for name, x in found.items())
 
 
-def test_rollback_before_any_save_goes_to_the_start(micro, tmp_path, fires):  # noqa: F811
-    fires(2)
-    run(micro, tmp_path / "run", "--iters", 3, "--on_collapse", "rollback", "--save_every", 0)
-    assert [row.get("rolled_back_to") for row in read(tmp_path / "run")] == [None, 0, None]
-
-
-def test_a_run_that_was_rolled_back_resumes_alike(micro, tmp_path, fires):  # noqa: F811
+def test_rollback_to_the_start_empties_the_moments(micro, tmp_path, fires, monkeypatch):  # noqa: F811
     fires(3)
+    left, take_back = [], train.Run.rollback
+    monkeypatch.setattr(train.Run, "rollback", lambda self, model, critic, optimizers: [
+        take_back(self, model, critic, optimizers), left.append(optimizers["policy"].state_dict()["state"])][0])
+    run(micro, tmp_path / "run", "--iters", 4, "--on_collapse", "rollback", "--save_every", 0)
+    assert [row.get("rolled_back_to") for row in read(tmp_path / "run")] == [None, None, 0, None] and left == [{}]
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5, 8])
+def test_a_run_with_rollbacks_resumes_alike(micro, tmp_path, fires, cut):  # noqa: F811
+    """Cut before and after the first alarm, among iterations that are not healthy, and before the second."""
+    fires(4, 9)
     flags = ["--on_collapse", "rollback", "--save_every", 1, "--warmup", 0]
-    run(micro, tmp_path / "whole", "--iters", 6, *flags)
-    run(micro, tmp_path / "cut", "--iters", 5, *flags)
-    train.main(["--resume", str(tmp_path / "cut"), "--iters", "6"])
-    drop = lambda row: {key: x for key, x in row.items() if key != "seconds"}
+    run(micro, tmp_path / "whole", "--iters", 10, *flags)
+    run(micro, tmp_path / "cut", "--iters", cut, *flags)
+    train.main(["--resume", str(tmp_path / "cut"), "--iters", "10"])
     assert list(map(drop, read(tmp_path / "whole"))) == list(map(drop, read(tmp_path / "cut")))
+    assert [row.get("rolled_back_to") for row in read(tmp_path / "cut")][3::5] == [1, 6]
 
 
 # ------------------------------------------------------------------------------------------- collapse, intervals
@@ -164,30 +185,37 @@ def test_interval_is_students():
     assert math.isnan(plot.interval([1.0])[1]) and plot.percent((0.5, math.nan)) == "50.0"
 
 
-def keep_run(folder, success, std, after=0.5):
+def keep_run(folder, success, std, after=0.5, **config):
     folder.mkdir(parents=True)
-    lines = [{"iter": i + 1, "success": x, "reward_std_in_group": y, "optimizer_steps": 4}
+    lines = [{"iter": i + 1, "success": x, "reward_std_in_group": y, "optimizer_steps": 4, "seconds": 1.2}
              for i, (x, y) in enumerate(zip(success, std))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({
-        "success_before": 0.4, "success_after": after, "success_random": 0.2, "success_optimal": 1.0, "seconds": 90}))
+        "success_before": 0.4, "success_after": after, "success_random": 0.2, "success_optimal": 1.0}))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_tables_count_collapses_leads_and_false_alarms(tmp_path, monkeypatch):
     """Seed 1: std low from iteration 21 on, success gone from 31. Seed 2: success a little down, std low: a false alarm.
-    Seed 3: fine. Seed 0 is not asked for."""
+    Seed 3: fine. Seed 4: success up, std low; nothing to say. Seed 0 is not asked for. Doubles, and runs that the monitor
+    changed, do not count."""
     monkeypatch.setattr(plot, "RUNS", tmp_path)
     keep_run(tmp_path / "game-x-seed1", [0.4] * 20 + [0.35] * 10 + [0.0] * 20, [1.0] * 20 + [0.1] * 30, after=0.0)
     keep_run(tmp_path / "game-x-seed2", [0.4] * 20 + [0.35] * 30, [1.0] * 20 + [0.1] * 30, after=0.3)
     keep_run(tmp_path / "game-x-seed3", [0.4] * 50, [1.0] * 50, after=0.6)
+    keep_run(tmp_path / "game-x-seed4", [0.4] * 10 + [0.9] * 40, [1.0] * 20 + [0.1] * 30, after=0.9)
     keep_run(tmp_path / "game-x-seed0", [0.4] * 50, [1.0] * 50)
+    keep_run(tmp_path / "game-y-seed2", [0.4] * 20 + [0.35] * 30, [1.0] * 20 + [0.1] * 30, after=0.3)
+    keep_run(tmp_path / "game-z-seed2", [0.4] * 20 + [0.3] * 30, [1.0] * 20 + [0.1] * 30, on_collapse="rollback")
     row = plot.row_of("game-x")
-    assert row["seeds"] == 4 and row["collapsed"] == [None, 35, None, None] and row["steps"] == 4.0
-    assert row["end"][0] == pytest.approx((0.4 + 0.0 + 0.35 + 0.4) / 4) and row["minutes"] == 1.5
-    assert "| 1 of 4 (35) |" in plot.table(["game-x", "game-y"]) and "| game-y | not run |" in plot.table(["game-x", "game-y"])
-    lines = {line.split(" | ")[0].strip("| "): line for line in plot.monitor_table((1, 2, 3)).splitlines()}
-    assert "(1 runs)" in lines["indicator"] and "(2 runs that do not collapse)" in lines["indicator"]
-    assert lines["any"] == "| any | 1 | 10 | 0 | 0 | 1 |" and lines["entropy"] == "| entropy | 0 | - | 0 | 1 | 0 |"
+    assert row["seeds"] == 5 and row["collapsed"] == [None, 35, None, None, None] and row["steps"] == 4.0
+    assert row["end"][0] == pytest.approx((0.4 + 0.0 + 0.35 + 0.4 + 0.9) / 5) and row["minutes"] == pytest.approx(1.0)
+    assert "| 20, 40, 100 |" in plot.table(["game-x"]) and "| 1 of 5 (35) |" in plot.table(["game-x"])
+    assert "| game-w | not run |" in plot.table(["game-x", "game-w"])
+    lines = {line.split(" | ")[0].strip("| "): line for line in plot.monitor_table((1, 2, 3, 4)).splitlines()}
+    assert "(1 runs)" in lines["indicator"] and "other runs (3)" in lines["indicator"]
+    assert lines["any"] == "| any | 1 | 10 | 1 | 10 | 0 | 0 | 2 | 1 |"
+    assert lines["entropy"] == "| entropy | 0 | - | 0 | - | 0 | 1 | 0 | 0 |"
 
 
 def test_figures_are_drawn(tmp_path, monkeypatch):
@@ -223,18 +251,19 @@ def test_a_wrong_name_is_one_line(name):
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and "no experiment" in found.stderr
 
 
-def test_what_is_quoted_was_run_as_the_script_says():
+def test_what_is_quoted_was_run_as_the_script_says(tmp_path):
     """config.json of every run kept says what results/run.sh says today."""
     kept = sorted((ROOT / "results" / "echo").glob("*-seed*/config.json"))
     names = set(experiments())
+    assert len(kept) > 50
     for path in kept:
         name, seed = re.fullmatch(r"(.*)-seed(\d+)", path.parent.name).groups()
-        if name not in names:
-            continue
-        words = script("--flags", name).stdout.split()
+        assert name in names, path
+        words = script("--flags", name).stdout.replace("SEED", seed).split()
         saved = json.loads(path.read_text())
-        given = train.parse_flags([*words, "--seed", seed])
-        assert {key: saved[key] for key in given} == given, path
+        wanted = vars(train.configure([*words, "--seed", seed, "--out", str(tmp_path / path.parent.name)]))
+        apart = {key for key in wanted if key not in ("out", "resume") and saved.get(key) != wanted[key]}
+        assert not apart, (path, apart)
 
 
 def test_tables_and_figures_are_those_of_the_runs():
