@@ -301,7 +301,7 @@ FIGURES = {     # file: games, metrics, experiments and their labels
         "starpo": "StarPO", "starpo-s": "StarPO-S", "starpo-penalty": "StarPO, format penalty 1",
         "penalty": "StarPO-S, format penalty 1", "rollback": "StarPO, rollback"}),
     "long.png": (["bandit", "sokoban"], ["success", "valid_frac", "entropy"], {
-        "long": "StarPO-S", "long-penalty": "format penalty 1"}),
+        "long": "StarPO-S", "long-penalty": "format penalty 1", "long-step": "learning rate 1e-4"}),
 }
 
 
