@@ -181,7 +181,7 @@ def draw_seeds(axis, name: str, key: str, label: str, color: str) -> None:
     axis.plot(x, [sum(values) / len(values) for values in zip(*curves)], color=color, linewidth=0.5, alpha=0.4)
     axis.plot(x, centre, color=color, label=f"{label} ({len(curves)} seeds)")
     axis.fill_between(x, [c - h for c, h in zip(centre, half)], [c + h for c, h in zip(centre, half)], color=color,
-                      alpha=0.15, linewidth=0)
+                      alpha=0.12, linewidth=0)
 
 
 def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[str, str]) -> None:
@@ -197,7 +197,7 @@ def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[s
             row = key == "success" and next(filter(None, (row_of(f"{game}-{name}") for name in variants)), None)
             if row:
                 axis.axhline(row["random"][0], color="gray", linestyle=":", label="random play")
-        line[0].legend(fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(variants) + 1)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -76,9 +76,10 @@ flags() {   # NAME
     esac
 }
 
-each() { for game in $1; do for name in $2; do echo "$game-$name"; done; done; }
+each() { local game name; for game in $1; do for name in $2; do echo "$game-$name"; done; done; }
 
-names() {
+names() {   # of a finding, or the one experiment
+    local noise norm keep low number
     case $1 in
         collapse) each bandit "starpo starpo-s";;                           # the pair that README shows
         f1) each "bandit sokoban" "starpo starpo-s starpo-s-steps starpo-gae starpo-s-gae";;

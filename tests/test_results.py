@@ -2,6 +2,7 @@
 import doctest
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -249,6 +250,51 @@ def test_every_experiment_is_a_command_that_parses(monkeypatch, tmp_path):
 def test_a_wrong_name_is_one_line(name):
     found = script(name)
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and "no experiment" in found.stderr
+
+
+STUB = """#!/bin/bash
+echo "$@" >> calls
+while [ $# -gt 0 ]; do case $1 in --out|--resume) out=$2;; esac; shift; done
+mkdir -p "$out/checkpoint" && touch "$out/config.json" "$out/metrics.jsonl"
+[ -f fail ] && echo "train.py: no luck" && touch "$out/checkpoint/trainer.json" && exit 1
+touch "$out/summary.json"
+"""
+
+
+def test_the_script_skips_what_is_done_and_goes_on_with_what_was_stopped(tmp_path):
+    """With a stub instead of python, in a folder of its own."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "run.sh").write_text(SCRIPT.read_text())
+    (tmp_path / "results" / "run.sh").chmod(0o755)
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+
+    def call(*words, **names):
+        names = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "stub"), **names}
+        found = subprocess.run(["bash", str(tmp_path / "results" / "run.sh"), *words], capture_output=True, text=True,
+                               env=names, timeout=60)
+        calls = tmp_path / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return found, lines
+
+    (tmp_path / "fail").touch()
+    found, calls = call("bandit-starpo", "7")
+    assert found.returncode and "no luck" in found.stderr and "bandit-starpo-seed7.log" in found.stderr and len(calls) == 1
+    (tmp_path / "fail").unlink()
+    (tmp_path / "runs" / "echo" / "bandit-starpo-seed7.lock").write_text("999999999")       # left by a kill
+    found, calls = call("collapse", "7", "8")
+    assert found.returncode == 0 and len(calls) == 4 and sum("--resume runs/echo/bandit-starpo-seed7" in x for x in calls) == 1
+    assert sorted(path.name for path in (tmp_path / "results" / "echo").iterdir()) == [
+        f"bandit-starpo{s}-seed{n}" for s in ("-s", "") for n in (7, 8)]
+    assert not list((tmp_path / "runs" / "echo").glob("*.lock"))
+    assert call("collapse", "7", "8")[1] == []
+    again, calls = call("collapse", "7", RESULTS="mine")                                     # another folder: run again
+    assert len(calls) == 2 and (tmp_path / "mine" / "bandit-starpo-seed7" / "summary.json").exists()
+    assert all("runs/mine/" in x for x in calls)
+    _, calls = call("sokoban-sft-starpo-s", "1")                                             # its own start comes first
+    assert ["--algo sft" in x for x in calls] == [True, False]
+    assert "--model runs/echo/sokoban-sft-seed1/checkpoint" in calls[1]
 
 
 def test_what_is_quoted_was_run_as_the_script_says(tmp_path):
