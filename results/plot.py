@@ -242,11 +242,11 @@ def leaves(rows: list[dict], key: str) -> int | None:
     return next((numbers[i + n - 1] for i in range(len(out) - n + 1) if all(out[i:i + n])), None)
 
 
-def monitor_table(seeds: tuple[int, ...]) -> str:
+def monitor_table(seeds: tuple[int, ...], game: str = "") -> str:
     """Finding 2: how early each indicator leaves its range, and how often the monitor is right. Of runs that are the same
     under two names one is counted; those that the monitor changed are not."""
     fallen, healthy, seen = [], [], set()
-    for path in sorted(RUNS.glob("*-seed*/summary.json")):
+    for path in sorted(RUNS.glob(f"{game}*-seed*/summary.json")):
         rows, config = read_rows(path.parent), json.loads((path.parent / "config.json").read_text())
         same = str([{key: x for key, x in row.items() if key != "seconds"} for row in rows])
         if int(path.parent.name.rpartition("seed")[2]) in seeds and not config.get("on_collapse") and same not in seen:
@@ -275,7 +275,8 @@ def fill_tables(text: str) -> str:
     def make(match):
         name = match[1]
         if name.startswith("monitor"):
-            made = monitor_table(tuple(int(seed) for seed in name.split()[1:]))
+            _, game, *seeds = name.split()
+            made = monitor_table(tuple(map(int, seeds)), game)
         else:
             finding, _, game = name.partition(" ")
             wanted = [x for x in names[finding] if x.startswith(game)]
