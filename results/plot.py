@@ -149,11 +149,8 @@ def table(names: list[str]) -> str:
     """Markdown: an experiment a line. Success in percent; +- is a 95 % interval over seeds."""
     lines = ["| experiment | seeds | steps an iteration | random, start, optimal | peak, training | end, training "
              "| held out, after | each seed | collapsed, at iteration | minutes of training |", "|" + "---|" * 10]
-    for name in names:
-        row = row_of(name)
-        if row is None:
-            lines.append(f"| {name} | not run |" + " |" * 8)
-            continue
+    rows = {name: row_of(name) for name in names}
+    for name, row in ((name, row) for name, row in rows.items() if row):
         fallen = [str(at) for at in row["collapsed"] if at]
         frame = ", ".join(f"{100 * row[key][0]:.0f}" for key in ("random", "before", "optimal"))
         lines.append(
@@ -161,7 +158,8 @@ def table(names: list[str]) -> str:
             f"| {percent(row['after'])} | {', '.join(f'{100 * x:.1f}' for x in row['each'])} "
             f"| {len(fallen)} of {row['seeds']}{' (' + ', '.join(fallen) + ')' if fallen else ''} "
             f"| {row['minutes']:.1f} |")
-    return "\n".join(lines)
+    missing = [f"`{name}`" for name, row in rows.items() if not row]
+    return "\n".join(lines + ["", f"Not run yet: {', '.join(missing)}."] * bool(missing))
 
 
 def draw_seeds(axis, name: str, key: str, label: str, color: str) -> None:
