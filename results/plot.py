@@ -318,7 +318,7 @@ def main(words: list[str]) -> None:
         readme.write_text(fill_tables(readme.read_text()))
     pyplot = pyplot_or_none()
     for name, (games, keys, variants) in FIGURES.items() if pyplot else ():
-        there = [game for game in games if any(runs_of(f"{game}-{variant}") for variant in variants)]
+        there = [game for game in games if sum(bool(runs_of(f"{game}-{v}")) for v in variants) > 1]    # to compare
         if there and (name in words or not words):
             draw(pyplot, (RUNS if elsewhere else HERE) / name, there, keys, variants)
         elif name in words:
