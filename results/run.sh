@@ -93,7 +93,7 @@ names() {   # of a finding, or the one experiment
             each sokoban "prompts32 prompts16 starpo-s prompts4 prompts2 actions2 actions10 reuse2 reuse5";;
         f8) each "bandit sokoban" "starpo-s no-think";;
         f9) each sokoban "starpo-s sft sft-starpo-s";;
-        f10) names f1;;                                                     # its checkpoints, in other games
+        f10) echo sokoban-starpo-s;;                                        # its checkpoints, in other games
         all) for number in 1 3 4 5 6 7 8 9; do names f$number; done | awk '!seen[$0]++';;
         *) names all | grep -x -e "$1" || { echo "results/run.sh: no experiment is called $1" >&2; exit 2; };;
     esac
@@ -131,10 +131,12 @@ one() {     # NAME SEED: train it, and keep what is quoted
 }
 
 elsewhere() {       # SEED: finding 10
+    if [ -s "$RESULTS/elsewhere-seed$1.txt" ]; then return; fi
     trained sokoban-starpo-s "$1"
+    mkdir -p "$RESULTS"
     "$PYTHON" train.py --eval_only "$RUNS/sokoban-starpo-s-seed$1" --eval_n 256 \
         --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-seed$1.txt"
-    "$PYTHON" train.py --eval_only tiny --env sokoban --max_turns 2 --eval_temperature 1 --threads 1 --eval_n 256 \
+    [ -s "$RESULTS/elsewhere-start.txt" ] || "$PYTHON" train.py --eval_only tiny --env sokoban --max_turns 2 --eval_temperature 1 --threads 1 --eval_n 256 \
         --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-start.txt"
 }
 

@@ -254,6 +254,7 @@ def test_a_wrong_name_is_one_line(name):
 
 STUB = """#!/bin/bash
 echo "$@" >> calls
+echo "success 1"
 while [ $# -gt 0 ]; do case $1 in --out|--resume) out=$2;; esac; shift; done
 mkdir -p "$out/checkpoint" && touch "$out/config.json" "$out/metrics.jsonl"
 [ -f fail ] && echo "train.py: no luck" && touch "$out/checkpoint/trainer.json" && exit 1
@@ -295,6 +296,11 @@ def test_the_script_skips_what_is_done_and_goes_on_with_what_was_stopped(tmp_pat
     _, calls = call("sokoban-sft-starpo-s", "1")                                             # its own start comes first
     assert ["--algo sft" in x for x in calls] == [True, False]
     assert "--model runs/echo/sokoban-sft-seed1/checkpoint" in calls[1]
+    _, calls = call("f10", "7")                                                # train, evaluate elsewhere, and the start
+    assert [x.split()[:2] for x in calls[1:]] == [
+        ["train.py", "--eval_only"]] * 2 and "runs/echo/sokoban-starpo-s-seed7" in calls[1] and "tiny" in calls[2]
+    assert (tmp_path / "results" / "echo" / "elsewhere-seed7.txt").read_text() == "success 1\n"
+    assert call("f10", "7")[1] == []
 
 
 def test_what_is_quoted_was_run_as_the_script_says(tmp_path):
