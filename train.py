@@ -98,7 +98,7 @@ class Config:
     eval_every: int = option(20, "iterations between evaluations on 256 levels (0: never)", (0, 10**9))
     save_every: int = option(10, "iterations between checkpoints (0: only at the end)", (0, 10**9))
     on_collapse: str = option(None, "when the monitor fires (rollback halves lr)", ["stop", "rollback"])
-    tokens_per_micro_batch: int = option(2048, "tokens a pass, bounds memory (GPU: 8192)", (1, 10**9))
+    tokens_per_micro_batch: int = option(None, "tokens a pass (tiny 2048, else 768; GPU 8192)", (1, 10**9))
     lora_rank: int = option(0, "train LoRA factors alone (0: all weights; 8..64, at 10 x lr)", (0, 4096))
     preset: str = option(None, "defaults of another kind (paper: Qwen2.5-0.5B, PPO)", ["paper"])
     dry_run: bool = option(False, "print what an iteration needs, load no weights, and stop")
@@ -393,11 +393,11 @@ def resolve(cfg: Config) -> Config:
     folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
     free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
     defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
-        lr=lr, critic_lr=10 * (cfg.lr or lr), iters=30 if tiny else 200, max_new_tokens=80 if tiny else 200,
-        eval_envs=cfg.env, out=next(path for path in free if not Path(path).exists()))
+        lr=lr, critic_lr=10 * (cfg.lr or lr), eval_envs=cfg.env, iters=30 if tiny else 200,
+        max_new_tokens=80 if tiny else 200, tokens_per_micro_batch=2048 if tiny else 768,
+        out=next(path for path in free if not Path(path).exists()))
     defaults |= TUNED.get((cfg.env, cfg.algo, cfg.model), {})
-    missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
-    return dataclasses.replace(cfg, **missing)
+    return dataclasses.replace(cfg, **{name: x for name, x in defaults.items() if getattr(cfg, name) is None})
 
 
 def validate(cfg: Config) -> Config:

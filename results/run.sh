@@ -46,6 +46,7 @@ variant() {
         rollback)         echo "--algo starpo --on_collapse rollback --save_every 5";;
         long)             echo "--algo starpo-s --iters 500";;
         long-step)        echo "--algo starpo-s --iters 500 --lr 1e-4";;
+        long-rollback)    echo "--algo starpo-s --iters 500 --on_collapse rollback --save_every 5";;
         long-penalty)     echo "--algo starpo-s --iters 500 --format_penalty 1";;
         starpo-s-quarter) echo "--algo starpo-s --keep 0.25";;              # 7: FrozenLake's default on tiny is 0.5
         prompts32)        echo "--algo starpo-s --groups 32 --group_size 2";;        # 7: 64 episodes an iteration
@@ -88,7 +89,7 @@ names() {   # of a finding, or the one experiment
         f4) each "bandit sokoban" "starpo no-kl clip-high";;
         f5) for noise in shared independent; do for norm in std nostd; do for keep in 0.25 1; do for low in 0.15 0.35
             do echo "bandit-$noise-$norm-$keep-$low"; done; done; done; done;;
-        f6) each "bandit sokoban" "starpo starpo-s penalty starpo-penalty rollback long long-penalty long-step";;
+        f6) each "bandit sokoban" "starpo starpo-s penalty starpo-penalty rollback long long-step long-rollback long-penalty";;
         f7) each frozenlake "starpo starpo-s-quarter"
             each sokoban "prompts32 prompts16 starpo-s prompts4 prompts2 actions2 actions10 reuse2 reuse5";;
         f8) each "bandit sokoban" "starpo-s no-think";;

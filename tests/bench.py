@@ -38,8 +38,8 @@ from model import ChatFormat, load_policy  # noqa: E402
 from rollout import rollout  # noqa: E402
 from starpo import compute_advantages, loss_weights, policy_loss, step_or_skip, update  # noqa: E402
 
-SHAPES = {"tiny": dict(groups=8, size=16, turns=5, new_tokens=80),
-          "other": dict(groups=2, size=8, turns=3, new_tokens=32)}
+SHAPES = {"tiny": dict(groups=8, size=16, turns=5, new_tokens=80, tokens_a_pass=2048),   # train.py's default
+          "other": dict(groups=2, size=8, turns=3, new_tokens=32, tokens_a_pass=768)}
 
 
 def sync(device) -> None:
@@ -175,13 +175,16 @@ def texts_of(batch, tokenizer, model) -> list[list[str]]:
 
 # --------------------------------------------------------------------------------------------- table
 
-def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turns: int = 0) -> dict:
+def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turns: int = 0, tokens: int = 0):
     model, tokenizer = load_policy(name)
     device, shape = model.device, SHAPES.get(name, SHAPES["other"])
     rate = matmul_rate(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
-    if turns:
-        shape = shape | {"turns": turns}
+    shape = shape | {"turns": turns or shape["turns"], "tokens_a_pass": tokens or shape["tokens_a_pass"]}
+
+    def ours():
+        return update(model, optimizer, batch, advantages, minibatch_size=minibatch_size,
+                      tokens_per_micro_batch=shape["tokens_a_pass"])
     times = {key: [] for key in ("rollout", "rollout_baseline", "update", "update_baseline")}
     model.generate(torch.tensor([[1, 2]], device=device), max_new_tokens=2, pad_token_id=0)     # warm
     for repeat in range(repeats + 1):                   # the first, with another seed, warms up
@@ -196,16 +199,14 @@ def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turn
         batch.rewards += torch.randn(batch.rewards.shape, device=device)        # so that no advantage is 0
         advantages, _ = compute_advantages("grpo", batch)
         with Counted(model) as packed:
-            seconds, metrics = timed(
-                lambda: update(model, optimizer, batch, advantages, minibatch_size=minibatch_size), device)
+            seconds, metrics = timed(ours, device)
         times["update"].append(seconds)
         with Counted(model) as padded:
             seconds, _ = timed(
                 lambda: padded_update(model, optimizer, batch, advantages, minibatch_size, micro_batch), device)
         times["update_baseline"].append(seconds)
     rate = max(rate, matmul_rate(device))
-    memory = {"update": peak_memory(
-        lambda: update(model, optimizer, batch, advantages, minibatch_size=minibatch_size), device)}
+    memory = {"update": peak_memory(ours, device)}
     memory["update_baseline"] = peak_memory(
         lambda: padded_update(model, optimizer, batch, advantages, minibatch_size, micro_batch), device)
 
@@ -219,7 +220,8 @@ def measure(name: str, repeats: int, micro_batch: int, minibatch_size: int, turn
     ratio = {half: statistics.median(b / a for a, b in zip(times[half][1:], times[half + "_baseline"][1:]))
              for half in ("rollout", "update")}
     return {"model": name, "rows": len(batch), "trajectory_tokens": tokens, "sampled_tokens": sampled,
-            "hidden_size": config.hidden_size, "threads": torch.get_num_threads(), "device": str(device),
+            "hidden_size": config.hidden_size, "tokens_a_pass": shape["tokens_a_pass"],
+            "threads": torch.get_num_threads(), "device": str(device),
             "rollout_speedup": ratio["rollout"], "update_speedup": ratio["update"],
             "update_memory_ratio": memory["update"] / memory["update_baseline"],
             "matmul_share": operations / median["update"] / rate,
@@ -241,10 +243,12 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=4, help="rows of a padded micro-batch")
     parser.add_argument("--minibatch_size", type=int, default=32)
     parser.add_argument("--turns", type=int, default=0, help="turns an episode (0: as above)")
+    parser.add_argument("--tokens_per_micro_batch", type=int, default=0, help="of ours (0: train.py's default)")
     parser.add_argument("--threads", type=int, default=0)
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads or torch.get_num_threads())
-    found = measure(flags.model, flags.repeats, flags.micro_batch, flags.minibatch_size, flags.turns)
+    found = measure(flags.model, flags.repeats, flags.micro_batch, flags.minibatch_size, flags.turns,
+                    flags.tokens_per_micro_batch)
     for key, value in found.items():
         print(f"{key:44s} {value if isinstance(value, (str, int)) else format(value, '.4g')}")
     if flags.json:

@@ -217,7 +217,7 @@ def test_the_probe_passes_what_packs_and_refuses_what_does_not(tok):
 
 def test_the_benchmark_prints_and_writes_its_numbers(micro, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Its dialogues are the trajectories' own, and sharing pays in tokens, whatever the clock says."""
-    monkeypatch.setitem(bench.SHAPES, "other", dict(groups=2, size=4, turns=2, new_tokens=6))
+    monkeypatch.setitem(bench.SHAPES, "other", dict(groups=2, size=4, turns=2, new_tokens=6, tokens_a_pass=2048))
     monkeypatch.setattr(sys, "argv", ["bench.py", "--model", micro, "--repeats", "1", "--json", str(tmp_path / "x.json")])
     bench.main()
     found, printed = json.loads((tmp_path / "x.json").read_text()), capsys.readouterr().out
