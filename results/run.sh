@@ -3,6 +3,7 @@
 #
 #   results/run.sh                   lists the names
 #   results/run.sh NAME [SEED ...]   runs one experiment, or all those of a finding (f1 ... f10); seeds 0 1 2 by default
+#   results/run.sh smollm2 0         finding 8's part on a real model: MODEL, a folder or a hub id
 #   results/run.sh --flags NAME      prints the flags of an experiment
 #   JOBS=1 results/run.sh f1         one run at a time (default: two, one thread each)
 #
@@ -14,19 +15,32 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 RESULTS=${RESULTS:-results/echo}
 RUNS=runs/$(basename "$RESULTS")
+MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 
 # The same samples, step sizes and seeds in every experiment of a game; what a name adds is all that differs.
 COMMON="--threads 1 --eval_n 256 --eval_temperature 1 --eval_every 0 --save_every 25"
 BANDIT="--env bandit --noise shared --iters 50"                             # RAGEN's luck: a group's members share it
 SOKOBAN="--env sokoban --max_turns 2 --group_size 8 --minibatch_size 16 --lr 5e-4 --iters 60"
 FROZENLAKE="--env frozenlake --max_turns 2 --group_size 8 --minibatch_size 16 --lr 3e-4 --iters 60"
+SMOLLM2="--env bandit --max_new_tokens 48 --eval_n 128"
 
-game() { case $1 in bandit) echo "$BANDIT";; sokoban) echo "$SOKOBAN";; frozenlake) echo "$FROZENLAKE";; esac; }
+game() {
+    case $1 in
+        bandit) echo "$BANDIT";; sokoban) echo "$SOKOBAN";; frozenlake) echo "$FROZENLAKE";; smollm2) echo "$SMOLLM2";;
+    esac
+}
 
 # What an experiment of any game is called, and what it adds to the game's flags. "steps": as many optimizer steps an
 # iteration as with all groups (4), by minibatches that are as much smaller as the batch is.
 variant() {
     local whole=16; [ "$1" = bandit ] && whole=32
+    local on="--iters 15 --groups 4 --group_size 16 --lr 2e-5 --warmup 3 --keep 1 --no_normalize_std"
+    case $1-$2 in
+        smollm2-sft)      echo "--model $MODEL --algo sft --careful 0 --iters 12 --groups 1 --group_size 16 --lr 3e-5"; return;;
+        smollm2-no-think-sft) echo "$(variant smollm2 sft) --no_think"; return;;
+        smollm2-rl)       echo "--model $RUNS/smollm2-sft-seedSEED/checkpoint $on"; return;;
+        smollm2-no-think) echo "--model $RUNS/smollm2-no-think-sft-seedSEED/checkpoint $on --no_think"; return;;
+    esac
     case $2 in
         starpo)           echo "--algo starpo";;                            # 1: KL 0.001, clip 0.2/0.2, all groups
         starpo-s)         echo "--algo starpo-s";;                          # 1: no KL, clip 0.2/0.28, a quarter of the groups
@@ -59,7 +73,7 @@ variant() {
         reuse5)           echo "--algo starpo-s --epochs 5 --iters 12";;
         no-think)         echo "--algo starpo-s --no_think";;               # 8
         sft)              echo "--algo sft --lr 6e-4 --iters 60";;          # 9
-        sft-starpo-s)     echo "--algo starpo-s --model $RUNS/$1-sft-seedSEED/checkpoint --max_new_tokens 80";;
+        sft-starpo-s)     echo "--algo starpo-s --model $RUNS/$1-sft-seedSEED/checkpoint --max_new_tokens 80 --tokens_per_micro_batch 2048";;
     esac
 }
 
@@ -95,15 +109,17 @@ names() {   # of a finding, or the one experiment
         f8) each "bandit sokoban" "starpo-s no-think";;
         f9) each sokoban "starpo-s sft sft-starpo-s";;
         f10) echo sokoban-starpo-s;;                                        # its checkpoints, in other games
-        all) for number in 1 3 4 5 6 7 8 9; do names f$number; done | awk '!seen[$0]++';;
+        smollm2) each smollm2 "sft rl no-think-sft no-think";;              # 8, and then in games with other names
+        all) for number in f1 f3 f4 f5 f6 f7 f8 f9 smollm2; do names $number; done | awk '!seen[$0]++';;
         *) names all | grep -x -e "$1" || { echo "results/run.sh: no experiment is called $1" >&2; exit 2; };;
     esac
 }
 
 # Train NAME with SEED until it is done, from its last checkpoint if there is one. Two processes never share a folder.
 trained() {
-    local out="$RUNS/$1-seed$2" holder failed=0
-    if [ "${1#*-}" = sft-starpo-s ]; then trained "${1%%-*}-sft" "$2"; fi
+    local out="$RUNS/$1-seed$2" holder failed=0 before
+    before=$(flags "$1" | sed -n "s#.*--model $RUNS/\(.*\)-seedSEED/checkpoint.*#\1#p")
+    if [ -n "$before" ]; then trained "$before" "$2"; fi
     mkdir -p "$RUNS"
     while ! (set -C; echo $$ > "$out.lock") 2> /dev/null; do
         holder=$(cat "$out.lock" 2> /dev/null || true)
@@ -131,18 +147,30 @@ one() {     # NAME SEED: train it, and keep what is quoted
     echo "$1-seed$2: done"
 }
 
-elsewhere() {       # SEED: finding 10
-    if [ -s "$RESULTS/elsewhere-seed$1.txt" ]; then return; fi
-    trained sokoban-starpo-s "$1"
+elsewhere() {       # NAME SEED GAMES FILE: the trained model in other games
+    if [ -s "$RESULTS/$4" ]; then return; fi
+    trained "$1" "$2"
     mkdir -p "$RESULTS"
-    "$PYTHON" train.py --eval_only "$RUNS/sokoban-starpo-s-seed$1" --eval_n 256 \
-        --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-seed$1.txt"
-    [ -s "$RESULTS/elsewhere-start.txt" ] || "$PYTHON" train.py --eval_only tiny --env sokoban --max_turns 2 --eval_temperature 1 --threads 1 --eval_n 256 \
-        --eval_envs sokoban,sokoban-newvocab,sokoban-large,frozenlake | grep success > "$RESULTS/elsewhere-start.txt"
+    "$PYTHON" train.py --eval_only "$RUNS/$1-seed$2" --eval_envs "$3" | grep success > "$RESULTS/$4"
+}
+
+f10() {             # SEED
+    local games=sokoban,sokoban-newvocab,sokoban-large,frozenlake
+    elsewhere sokoban-starpo-s "$1" $games "elsewhere-seed$1.txt"
+    [ -s "$RESULTS/elsewhere-start.txt" ] || "$PYTHON" train.py --eval_only tiny --env sokoban --max_turns 2 \
+        --eval_temperature 1 --threads 1 --eval_n 256 --eval_envs $games | grep success > "$RESULTS/elsewhere-start.txt"
+}
+
+smollm2() {         # SEED
+    local name
+    for name in $(names smollm2); do
+        elsewhere $name "$1" bandit,bandit-test,bandit-rev "$name-elsewhere-seed$1.txt"
+        one $name "$1"
+    done
 }
 
 if [ $# -eq 0 ]; then
-    for finding in collapse f1 f2 f3 f4 f5 f6 f7 f8 f9; do echo "$finding: $(names $finding | xargs)"; done
+    for finding in collapse f1 f2 f3 f4 f5 f6 f7 f8 f9 smollm2; do echo "$finding: $(names $finding | xargs)"; done
 elif [ "$1" = --one ]; then
     one "$2" "$3"
 elif [ "$1" = --flags ]; then
@@ -152,8 +180,8 @@ else
     name=$1; shift
     names "$name" > /dev/null
     jobs=$(for seed in ${*:-0 1 2}; do names "$name" | sed "s/$/ $seed/"; done)
-    if [ "$name" = f10 ]; then
-        for seed in ${*:-0 1 2}; do elsewhere "$seed"; done
+    if [ "$name" = f10 ] || [ "$name" = smollm2 ]; then
+        for seed in ${*:-0 1 2}; do "$name" "$seed"; done
     else
         exec xargs -n 2 -P "${JOBS:-2}" results/run.sh --one <<< "$jobs"
     fi

@@ -301,6 +301,11 @@ def test_the_script_skips_what_is_done_and_goes_on_with_what_was_stopped(tmp_pat
         ["train.py", "--eval_only"]] * 2 and "runs/echo/sokoban-starpo-s-seed7" in calls[1] and "tiny" in calls[2]
     assert (tmp_path / "results" / "echo" / "elsewhere-seed7.txt").read_text() == "success 1\n"
     assert call("f10", "7")[1] == []
+    _, calls = call("smollm2", "7", MODEL="folder")                            # four trainings, each evaluated elsewhere
+    assert ["--eval_only" in x for x in calls] == [False, True] * 4
+    assert [("--model folder" in x, "--no_think" in x) for x in calls[::2]] == [
+        (True, False), (False, False), (True, True), (False, True)]
+    assert call("smollm2", "7")[1] == []
 
 
 def test_what_is_quoted_was_run_as_the_script_says(tmp_path):
