@@ -23,7 +23,8 @@ PANELS = {"success": "success", "reward_std_in_group": "reward std in group", "e
           "grad_norm_max": "largest gradient norm"}
 TITLES = PANELS | {"valid_frac": "valid replies", "distinct_reply_frac": "distinct first replies in a group",
                    "reply_len": "tokens a reply", "actions_per_episode": "actions an episode",
-                   "repeated_thought_frac": "commonest thought"}
+                   "repeated_thought_frac": "commonest thought", "thought_len": "words a thought"}
+FRAME = ("random", "before", "before_greedy", "optimal")      # what a run's success stands between
 WINDOW = 10             # iterations of the mean that "success" is judged by
 SMOOTH = 0.8            # weight of the past in the drawn moving average; the raw curve lies beneath
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}     # Student's t: 95 %, so many seeds
@@ -129,12 +130,11 @@ def row_of(name: str) -> dict | None:
         return None
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     successes = [[row["success"] for row in read_rows(folder)] for folder in folders]
-    means = [trailing_means(success) for success in successes]
-    return {"seeds": len(folders), "after": interval([s["success_after"] for s in summaries]),
-            "before": interval([s["success_before"] for s in summaries]),
-            "random": interval([s["success_random"] for s in summaries]),
-            "optimal": interval([s["success_optimal"] for s in summaries]),
-            "each": [s["success_after"] for s in summaries], "peak": interval([max(m) for m in means]),
+    means, after = [trailing_means(success) for success in successes], [s["success_after"] for s in summaries]
+    levels = 1.96 * math.sqrt(after[0] * (1 - after[0]) / summaries[0]["eval_n"])           # for a single seed
+    frame = {key: sum(s[f"success_{key}"] for s in summaries) / len(summaries) for key in FRAME}
+    return {"seeds": len(folders), "after": interval(after) if len(after) > 1 else (after[0], levels), **frame,
+            "each": after, "peak": interval([max(m) for m in means]),
             "end": interval([m[-1] for m in means]), "collapsed": [collapse_iteration(s) for s in successes],
             "steps": sum(row["optimizer_steps"] for row in read_rows(folders[0])) / len(successes[0]),
             "minutes": sum(row["seconds"] for folder in folders for row in read_rows(folder)) / 60 / len(folders)}
@@ -146,13 +146,14 @@ def percent(pair: tuple[float, float]) -> str:
 
 
 def table(names: list[str]) -> str:
-    """Markdown: an experiment a line. Success in percent; +- is a 95 % interval over seeds."""
-    lines = ["| experiment | seeds | steps an iteration | random, start, optimal | peak, training | end, training "
+    """Markdown: an experiment a line. Success in percent; +- is a 95 % interval over seeds, of a single seed over
+    levels."""
+    lines = ["| experiment | seeds | steps an iteration | random, start, greedy start, optimal | peak, training | end, training "
              "| held out, after | each seed | collapsed, at iteration | minutes of training |", "|" + "---|" * 10]
     rows = {name: row_of(name) for name in names}
     for name, row in ((name, row) for name, row in rows.items() if row):
         fallen = [str(at) for at in row["collapsed"] if at]
-        frame = ", ".join(f"{100 * row[key][0]:.0f}" for key in ("random", "before", "optimal"))
+        frame = ", ".join(f"{100 * row[key]:.0f}" for key in FRAME)
         lines.append(
             f"| {name} | {row['seeds']} | {row['steps']:.1f} | {frame} | {percent(row['peak'])} | {percent(row['end'])} "
             f"| {percent(row['after'])} | {', '.join(f'{100 * x:.1f}' for x in row['each'])} "
@@ -177,7 +178,7 @@ def draw_seeds(axis, name: str, key: str, label: str, color: str) -> None:
     x = range(1, min(map(len, curves)) + 1)
     centre, half = zip(*(interval(list(values)) for values in zip(*smooth)))
     axis.plot(x, [sum(values) / len(values) for values in zip(*curves)], color=color, linewidth=0.5, alpha=0.4)
-    axis.plot(x, centre, color=color, label=f"{label} ({len(curves)} seeds)")
+    axis.plot(x, centre, color=color, label=label)
     axis.fill_between(x, [c - h for c, h in zip(centre, half)], [c + h for c, h in zip(centre, half)], color=color,
                       alpha=0.12, linewidth=0)
 
@@ -189,13 +190,16 @@ def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[s
     for game, line in zip(games, axes):
         for key, axis in zip(keys, line):
             for i, (name, label) in enumerate(variants.items()):
+                seeds = sorted({len(runs_of(f"{game}-{name}")) for game in games} - {0})
+                label += f" ({' or '.join(map(str, seeds))} seed{'s' * (seeds != [1])})"
                 draw_seeds(axis, f"{game}-{name}", key, label, f"C{i}")
             axis.set(title=f"{game}: {TITLES[key]}", xlabel="iteration")
             axis.set_ylim(0, 1.02 if key == "success" or key.endswith("_frac") else None)
             row = key == "success" and next(filter(None, (row_of(f"{game}-{name}") for name in variants)), None)
             if row:
-                axis.axhline(row["random"][0], color="gray", linestyle=":", label="random play")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(variants) + 1)
+                axis.axhline(row["random"], color="gray", linestyle=":", label="random play")
+    shown = {label: line for axis in axes[:, 0] for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(variants) + 1)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -300,7 +304,15 @@ FIGURES = {     # file: games, metrics, experiments and their labels
         "starpo": "StarPO", "starpo-s": "StarPO-S", "starpo-penalty": "StarPO, format penalty 1",
         "penalty": "StarPO-S, format penalty 1", "rollback": "StarPO, rollback"}),
     "long.png": (["bandit", "sokoban"], ["success", "valid_frac", "entropy"], {
-        "long": "StarPO-S", "long-penalty": "format penalty 1", "long-step": "learning rate 1e-4"}),
+        "long": "StarPO-S", "long-penalty": "format penalty 1", "long-step": "learning rate 1e-4",
+        "long-rollback": "rollback"}),
+    "frozenlake.png": (["frozenlake"], ["success", "reward_std_in_group", "valid_frac"], {
+        "starpo": "StarPO", "starpo-s-quarter": "StarPO-S"}),
+    "prompts.png": (["sokoban"], ["success", "reward_std_in_group", "valid_frac"], {
+        "prompts32": "32 levels x 2", "prompts16": "16 x 4", "starpo-s": "8 x 8", "prompts4": "4 x 16",
+        "prompts2": "2 x 32"}),
+    "think.png": (["bandit", "sokoban"], ["success", "thought_len", "reply_len"], {
+        "starpo-s": "with thoughts", "no-think": "without"}),
 }
 
 

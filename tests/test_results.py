@@ -192,7 +192,8 @@ def keep_run(folder, success, std, after=0.5, **config):
              for i, (x, y) in enumerate(zip(success, std))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({
-        "success_before": 0.4, "success_after": after, "success_random": 0.2, "success_optimal": 1.0}))
+        "success_before": 0.4, "success_before_greedy": 0.7, "success_after": after, "success_random": 0.2,
+        "success_optimal": 1.0, "eval_n": 100}))
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -211,7 +212,8 @@ def test_tables_count_collapses_leads_and_false_alarms(tmp_path, monkeypatch):
     row = plot.row_of("game-x")
     assert row["seeds"] == 5 and row["collapsed"] == [None, 35, None, None, None] and row["steps"] == 4.0
     assert row["end"][0] == pytest.approx((0.4 + 0.0 + 0.35 + 0.4 + 0.9) / 5) and row["minutes"] == pytest.approx(1.0)
-    assert "| 20, 40, 100 |" in plot.table(["game-x"]) and "| 1 of 5 (35) |" in plot.table(["game-x"])
+    assert "| 20, 40, 70, 100 |" in plot.table(["game-x"]) and "| 1 of 5 (35) |" in plot.table(["game-x"])
+    assert "| 30.0 +- 9.0 | 30.0 |" in plot.table(["game-y"])               # one seed: over its 100 levels
     assert plot.table(["game-x", "game-w"]).endswith("Not run yet: `game-w`.") and "Not run" not in plot.table(["game-x"])
     lines = {line.split(" | ")[0].strip("| "): line for line in plot.monitor_table((1, 2, 3, 4)).splitlines()}
     assert "(1 runs)" in lines["indicator"] and "other runs (3)" in lines["indicator"]
