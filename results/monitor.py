@@ -19,6 +19,7 @@ WATCH = {                       # metric: (its name in words, least and most it 
     "distinct_reply_frac": ("distinct replies", 0.7, math.inf),
     "repeated_thought_frac": ("repeated thoughts", 0, 3),
 }
+ALWAYS = "valid_frac", "grad_norm_max"      # out of range these are no sign of doing well, whatever the success
 
 
 def healthy_rows(rows: list[dict]) -> list[dict]:
@@ -41,21 +42,22 @@ def outside(rows: list[dict], key: str) -> tuple[list[bool], float]:
 
 
 def echo_trap(rows: list[dict]) -> tuple[str, bool]:
-    """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether the run is in health: success
-    not below its start, or every indicator in its range right now).
+    """rows: the lines of metrics.jsonl so far -> (the alarm, "" if there is none; whether the run is in health: valid
+    replies and gradient norm in their range right now, and success not below its start or all the others in theirs, too).
+    After a rollback patience begins anew.
 
     >>> calm, trap = {"success": 0.3, "entropy": 0.5}, {"success": 0.2, "entropy": 0.1}
     >>> echo_trap([calm] * 5 + [trap] * 6)
     ('entropy 20 % of its start for 6 iterations', False)
     """
+    fresh = [*("rolled_back_to" in row for row in rows[::-1]), True].index(True)        # iterations since a rollback
     rows, alarms, healthy = healthy_rows(rows), [], True
     success = [row["success"] for row in rows]
-    if not rows or sum(success[-PATIENCE:]) / PATIENCE >= sum(success[:START]) / START:
-        return "", True
+    low = sum(success[-PATIENCE:]) / PATIENCE < sum(success[:START]) / START
     for key, (words, *_) in WATCH.items():
         out, share = outside(rows, key)
         count = ([False] + out)[::-1].index(False)                  # iterations in a row, up to the last
-        healthy &= not count
-        if count >= PATIENCE:
+        healthy &= not count or not (low or key in ALWAYS)
+        if low and min(count, fresh) >= PATIENCE:
             alarms.append(f"{words} {100 * share:.0f} % of its start for {count} iterations")
     return ", ".join(alarms), healthy
