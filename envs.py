@@ -71,6 +71,7 @@ class Env:
     self.luck, set self.success; render() -> the state as text; solve and reason, to be taught from.
     """
     max_turns, max_actions_per_turn, max_actions = 5, 5, 10
+    room = property(lambda self: min(self.max_actions, self.max_turns * self.max_actions_per_turn))  # in all
     settings = dict.fromkeys(("max_turns", "max_actions_per_turn", "max_actions"), (1, 10**6))  # and bounds
     actions, meanings, success = (), (), False
     symbols = rules = instruction = ""          # instruction: rules, legend, action names and limits
@@ -118,7 +119,7 @@ class Env:
 
     def optimal_success(self) -> float | None:
         """Right after reset: no policy succeeds more often than this; None if unknown."""
-        return 1.0 if self.solve() else None
+        return float(len(plan) <= self.room) if (plan := self.solve()) else None
 
     def describe(self) -> str:
         """Rules, legend, action names and limits, from the live environment."""
@@ -374,8 +375,8 @@ slippery: a move slips to its left or right side with chance {self.slip:.2f} eac
         """The best next action for the actions left, a list of one."""
         return [self.actions[self.values[self.actions_left][self.cell][1]]]
 
-    def optimal_success(self) -> float:
-        return self.values[self.actions_left][self.cell][0]
+    def optimal_success(self) -> float:     # of one who sees every slip; who plans several actions has less
+        return self.values[self.room][self.cell][0]
 
     def reason(self, rng: random.Random) -> tuple[str, list[str]]:
         cell, plan, letters = self.cell, [], "".join(self.lake)
@@ -398,8 +399,7 @@ class UserEnv(Env):
     def __init__(self, cls: type, **overrides):
         limits = {name: overrides.pop(name) for name in Env.settings if name in overrides}
         self.inner = cls(**overrides)
-        own = {name: getattr(self.inner, name, getattr(Env, name)) for name in Env.settings}
-        super().__init__(**own | limits)
+        super().__init__(**{x: getattr(self.inner, x, getattr(Env, x)) for x in Env.settings} | limits)
         for name in Env.settings:
             setattr(self.inner, name, getattr(self, name))
         for name in ("solve", "optimal_success", "demonstrate"):
@@ -415,8 +415,8 @@ class UserEnv(Env):
         return result
 
     def start(self, seed: int) -> None:
-        reset, lucky = self.inner.reset, "options" in inspect.signature(self.inner.reset).parameters
-        result = reset(seed=seed, options=self.options) if lucky else reset(seed)
+        reset, form = self.inner.reset, str(inspect.signature(self.inner.reset))
+        result = reset(seed=seed, options=self.options) if "options" in form or "**" in form else reset(seed)
         self.total, _ = 0.0, self.receive(result, "reset -> (obs, info)")
 
     def render(self) -> str:
@@ -519,7 +519,7 @@ def random_success(env: Env, seed: int, draws: int = 16) -> float | None:
     wins = 0
     for number in range(seed * draws, (seed + 1) * draws):
         env.reset(seed, {"noise_seed": number})
-        rng = stream(number, PLAY)
+        env.actions_left, rng = env.room, stream(number, PLAY)
         while env.actions and not (env.terminated or env.truncated):
             env.step(rng.choice(env.actions))
         wins += env.success
@@ -543,8 +543,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Play a game in the terminal.")
     parser.add_argument("--env", default="sokoban", help=f"{', '.join(ENVS)} or path/to/file.py:Class")
     parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args()
     try:
-        flags = parser.parse_args()
         play(make_env(flags.env), flags.seed)
     except ValueError as error:
         parser.error(str(error))

@@ -34,8 +34,8 @@ import torch
 from tqdm import tqdm
 
 from envs import make_env, random_success
-from model import (Clock, Critic, Interrupt, Run, context_length, find_checkpoint, join_ranks, load_policy,
-                   memory_plan, read_model, trainable)
+from model import (Clock, Critic, Interrupt, Run, context_length, find_checkpoint, first_line, join_ranks,
+                   load_policy, memory_plan, read_model, trainable)
 from results.monitor import echo_trap
 from results.plot import draw_run, print_summary, show
 from rollout import Trajectories, join, probe, rollout
@@ -292,8 +292,8 @@ def evaluate_only(cfg: Config, model, tokenizer) -> dict:
     for name in cfg.eval_envs.split(","):
         batches = evaluate(cfg, model, tokenizer, n, cfg.eval_temperature, name)
         (chance, best), found[name] = baselines(cfg, name), success_of(batches).mean().item()
-        print(f"{batches[0].texts[0]}\n{name}: success {show(found[name], n)}, random {show(chance, n)}, "
-              f"optimal {show(best, n)}  ({n} levels, temperature {cfg.eval_temperature})")
+        print(f"{batches[0].texts[0]}\n{name}: success {show(found[name], n)}, random {show(chance)}, "
+              f"optimal {show(best)}  ({n} levels, temperature {cfg.eval_temperature})")
     return found
 
 
@@ -306,7 +306,7 @@ def first_evaluation(cfg: Config, model, tokenizer) -> tuple[list[Trajectories],
     first = {"success_random": chance, "success_before_greedy": success_of(greedy).mean().item(),
              "success_before": success_of(before).mean().item(), "success_optimal": best}
     print(f"before training, {cfg.eval_n} held-out levels: "
-          + ", ".join(f"{key[8:]} {show(rate, cfg.eval_n)}" for key, rate in first.items()))
+          + ", ".join(f"{key[8:]} {show(x, 'before' in key and cfg.eval_n)}" for key, x in first.items()))
     return before, first
 
 
@@ -370,13 +370,13 @@ def configure(argv: list[str]) -> Config:
     if "resume" in given:
         if not saved:
             raise ValueError(f"--resume {folder}: not a run folder (it holds no metrics.jsonl)")
-        for name in given.keys() - CHANGEABLE:
-            if given[name] != saved[name]:
-                raise ValueError(f"--{name} {given[name]}: a resumed run keeps {saved[name]}; only "
-                                 f"{', '.join(sorted(CHANGEABLE - {'resume'}))} may differ")
+        if kept := [name for name in given.keys() - CHANGEABLE if given[name] != saved[name]]:
+            raise ValueError(f"--{kept[0]} {given[kept[0]]}: a resumed run keeps {saved[kept[0]]}; only "
+                             f"{', '.join(sorted(CHANGEABLE - {'resume'}))} may differ")
         saved["out"] = str(folder)
     elif "eval_only" in given and not saved:
         saved["model"] = given["eval_only"]
+    saved |= {"eval_envs": None} if "env" in given else {}      # another game: evaluate on that
     return validate(resolve(Config(**{**saved, **given})))
 
 
@@ -388,26 +388,24 @@ def weights_of(cfg: Config) -> str:
 
 def resolve(cfg: Config) -> Config:
     """Fill in what depends on the algorithm, the model and the environment."""
-    tiny = cfg.model == "tiny"
-    lr = (6e-4 if tiny else 1e-5) if cfg.algo == "sft" else (3e-4 if tiny else 1e-6)
+    tiny, tuned = cfg.model == "tiny", TUNED.get((cfg.env, cfg.algo, cfg.model), {})
+    lr = (6e-4 if tiny else 1e-5) if cfg.algo == "sft" else tuned.get("lr", 3e-4 if tiny else 1e-6)
     folder = f"runs/{Path(cfg.env.partition(':')[0]).stem}-{cfg.algo}-{cfg.estimator}-seed{cfg.seed}"
     free = (folder if i == 1 else f"{folder}-{i}" for i in itertools.count(1))
     defaults = ALGORITHMS.get(cfg.algo, {}) | dict(
         lr=lr, critic_lr=10 * (cfg.lr or lr), eval_envs=cfg.env, iters=30 if tiny else 200,
         max_new_tokens=80 if tiny else 200, tokens_per_micro_batch=2048 if tiny else 768,
-        out=next(path for path in free if not Path(path).exists()))
-    defaults |= TUNED.get((cfg.env, cfg.algo, cfg.model), {})
+        out=next(path for path in free if not Path(path).exists())) | tuned
     return dataclasses.replace(cfg, **{name: x for name, x in defaults.items() if getattr(cfg, name) is None})
 
 
 def validate(cfg: Config) -> Config:
     """Check what would only fail later. Raises ValueError naming the flag, its value and what is allowed."""
     for field in dataclasses.fields(cfg):
-        value, allowed = getattr(cfg, field.name), field.metadata["allowed"]
-        if value is None or allowed is None:
-            continue
-        if not (value in allowed if isinstance(allowed, list) else allowed[0] <= value <= allowed[1]):
-            raise ValueError(f"--{field.name} {value}: must be in {allowed}")
+        value, allowed = getattr(cfg, field.name), field.metadata["allowed"] or [getattr(cfg, field.name)]
+        listed = isinstance(allowed, list)
+        if value is not None and not (value in allowed if listed else allowed[0] <= value <= allowed[1]):
+            raise ValueError(f"--{field.name} {value}: must be in {list(allowed)}")
     if cfg.groups < int(os.environ.get("WORLD_SIZE", 1)):
         raise ValueError(f"--groups {cfg.groups}: must be at least the number of processes")
     if cfg.clip_ratio_low > cfg.clip_ratio_high:
@@ -416,12 +414,14 @@ def validate(cfg: Config) -> Config:
         raise ValueError("--group_size 1: must be at least 2 with --estimator grpo or --keep below 1")
     used = Path(cfg.out).is_file() or (Path(cfg.out) / "metrics.jsonl").exists()
     if used and not (cfg.resume or cfg.eval_only):
-        raise ValueError(f"--out {cfg.out}: holds a run already; name another folder, or --resume {cfg.out}")
+        raise ValueError(f"--out {cfg.out}: is there already; name another folder, or --resume {cfg.out}")
+    if "," in cfg.env and (cfg.env_args or cfg.algo != "sft") and not cfg.eval_only:
+        raise ValueError(f"--env {cfg.env}: several games are for --algo sft, without --env_args")
     for name in {*cfg.env.split(","), *cfg.eval_envs.split(",")}:
         try:
-            make(cfg, name).reset(0, options={"noise_seed": 0})
-        except ValueError as error:
-            raise ValueError(f"--env {name} (--env_args '{cfg.env_args}'): {error}") from None
+            random_success(make(cfg, name), 0, 1)
+        except Exception as error:      # a game of the user's may do anything
+            raise ValueError(f"--env {name} (--env_args '{cfg.env_args}'): {first_line(error)}") from None
     return cfg
 
 

@@ -48,9 +48,10 @@ def pyplot_or_none():
 
 # ------------------------------------------------------------------------------------------------ one run
 
-def show(rate: float | None, n: int) -> str:
-    """A success rate over n levels with its 95 % interval (normal approximation); a dash if unknown."""
-    return "-" if rate is None else f"{rate:.3f} +- {1.96 * math.sqrt(rate * (1 - rate) / n):.3f}"
+def show(rate: float | None, n: int = 0) -> str:
+    """A success rate; with its 95 % interval where it is one of n episodes (normal approximation); a dash if unknown."""
+    half = f" +- {1.96 * math.sqrt(rate * (1 - rate) / n):.3f}" if n and rate is not None else ""
+    return "-" if rate is None else f"{rate:.3f}{half}"
 
 
 def print_summary(summary: dict, env: str, temperature: float) -> None:
@@ -58,7 +59,7 @@ def print_summary(summary: dict, env: str, temperature: float) -> None:
     n = summary["eval_n"]
     print(f"success on {n} held-out levels of {env}, temperature {temperature}")
     for key in ("random", "before_greedy", "before", "after", "optimal"):
-        print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n)}")
+        print(f"  {key.replace('_', ', '):16s} {show(summary[f'success_{key}'], n * (key not in ('random', 'optimal')))}")
     print(f"  gain             {summary['gain']:.3f} +- {summary['gain_ci95']:.3f}\n"
           f"{summary['seen_in_training']:.1%} of these levels came up in training, too\ntime: "
           + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["time"].items()))
@@ -115,7 +116,7 @@ def collapse_iteration(success: list[float]) -> int | None:
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean over seeds, and half of its 95 % interval (Student's t; nan for one seed)."""
     mean, n = sum(values) / len(values), len(values)
-    return mean, (T95[n] if n > 1 else math.nan) * math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, n - 1) / n)
+    return mean, (T95.get(n, T95[8]) if n > 1 else math.nan) * math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, n - 1) / n)
 
 
 def runs_of(name: str) -> list[Path]:
@@ -136,7 +137,7 @@ def row_of(name: str) -> dict | None:
     return {"seeds": len(folders), "after": interval(after) if len(after) > 1 else (after[0], levels), **frame,
             "each": after, "peak": interval([max(m) for m in means]),
             "end": interval([m[-1] for m in means]), "collapsed": [collapse_iteration(s) for s in successes],
-            "steps": sum(row["optimizer_steps"] for row in read_rows(folders[0])) / len(successes[0]),
+            "steps": statistics.mean(row["optimizer_steps"] for folder in folders for row in read_rows(folder)),
             "minutes": sum(row["seconds"] for folder in folders for row in read_rows(folder)) / 60 / len(folders)}
 
 

@@ -170,12 +170,11 @@ smollm2() {         # SEED
 }
 
 if [ $# -eq 0 ]; then
-    for finding in collapse f1 f2 f3 f4 f5 f6 f7 f8 f9 smollm2; do echo "$finding: $(names $finding | xargs)"; done
+    for finding in collapse f1 f2 f3 f4 f5 f6 f7 f8 f9 f10 smollm2; do echo "$finding: $(names $finding | xargs)"; done
 elif [ "$1" = --one ]; then
     one "$2" "$3"
 elif [ "$1" = --flags ]; then
-    names "${2:-}" > /dev/null
-    echo "$COMMON $(flags "$2")"
+    for name in $(names "${2:-}"); do echo "$COMMON $(flags "$name")"; done
 else
     name=$1; shift
     names "$name" > /dev/null

@@ -1011,3 +1011,18 @@ def test_play_in_the_terminal():
 SOKOBAN_3 = "######\n##___#\n#____#\n##PXO#\n##__##\n######"
 LAKE_3 = "G__O\n__OP\n____\n____"
 BANDIT_ORDER = "DPDPPDPPDDDD"
+
+
+def test_baselines_know_what_an_episode_has_room_for():
+    """Two actions in all, as one turn of two: optimum and random play are those of two actions."""
+    for name in ("sokoban", "frozenlake"):
+        wide, tight, two = (make_env(name, **limits) for limits in ({}, dict(max_turns=1, max_actions_per_turn=2),
+                                                                    dict(max_turns=2, max_actions_per_turn=1)))
+        for seed in range(30):
+            for env in (wide, tight, two):
+                env.reset(seed)
+            assert tight.optimal_success() == two.optimal_success() <= wide.optimal_success()
+            if name == "sokoban":
+                assert tight.optimal_success() == (len(tight.solve()) <= 2)
+            assert random_success(tight, seed) == random_success(two, seed)
+        assert any(wide.reset(s) and tight.reset(s) and tight.optimal_success() < wide.optimal_success() for s in range(30))

@@ -53,6 +53,16 @@ class NoStep:
 class BadReset(Pick):
     def reset(self, seed):
         return "no info"
+
+
+class OldStep(Pick):
+    def step(self, action):
+        return "", 0.0, True, {}
+
+
+class KeywordSeed(Pick):
+    def reset(self, *, level):
+        return "", {}
 '''
 
 
@@ -494,6 +504,10 @@ BAD = [     # flags, and what the one line must say
     ("--env {user}:NoStep", "NoStep step"),
     ("--env {user}:BadReset", "BadReset reset"),
     ("--env {user}:Nobody", "Nobody"),
+    ("--env {user}:OldStep", "OldStep step"),
+    ("--env {user}:KeywordSeed", "KeywordSeed"),
+    ("--env sokoban,bandit", "--env sokoban,bandit sft"),
+    ("--env sokoban,bandit --algo sft --env_args size=7", "--env sokoban,bandit --env_args"),
     ("--out {run}", "--out --resume"),
     ("--resume {run} --lr 0.5", "--lr 0.5 0.001"),
     ("--resume {run} --env bandit --iters 9", "--env bandit sokoban"),
@@ -572,3 +586,17 @@ def test_it_learns(tmp_path, user):
 
 def test_doctests():
     assert doctest.testmod(train).failed == 0
+
+
+def test_another_game_is_evaluated_when_it_is_named(micro, tmp_path):
+    """--eval_only RUN --env OTHER plays OTHER, not the game of the run."""
+    run(micro, tmp_path / "run", "--iters", 1, "--env", "bandit")
+    assert list(train.main(["--eval_only", str(tmp_path / "run"), "--env", "sokoban", "--eval_n", "2"])) == ["sokoban"]
+    assert list(train.main(["--eval_only", str(tmp_path / "run"), "--eval_n", "2"])) == ["bandit"]
+
+
+def test_a_critic_learns_at_ten_times_the_policys_rate(tmp_path):
+    """Also where the environment has a learning rate of its own."""
+    for words in ([], ["--env", "frozenlake"], ["--env", "frozenlake", "--lr", "1e-3"], ["--algo", "sft"]):
+        cfg = train.configure([*words, "--estimator", "gae", "--out", str(tmp_path / "run")])
+        assert cfg.critic_lr == pytest.approx(10 * cfg.lr)
