@@ -163,7 +163,7 @@ I will try {arm}. | my guess is {arm}. | I like {arm} more. | {other} sounds bad
         super().__init__(**overrides)
         self.actions = self.arms
         self.means = dict(zip(self.arms, (self.low_reward, self.high_reward * self.high_prob)))
-        if not len(self.arms) == len(self.means) == 2:
+        if not len(self.arms) == len({str(arm).strip().lower() for arm in self.arms} - {""}) == 2:
             raise ValueError(f"arms={self.arms!r}: expected two names, (low, high)")
 
     def start(self, seed: int) -> None:

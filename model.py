@@ -48,11 +48,10 @@ TINY = Path(__file__).resolve().parent / "tiny"
 
 def pick_device(device: str = "auto") -> torch.device:
     """"auto" takes CUDA, then Apple's MPS, then the CPU."""
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if device == "auto":
+        device = ("cuda" if torch.cuda.is_available() else
+                  "mps" if torch.backends.mps.is_available() else "cpu")
+    return torch.device(device)
 
 
 def join_ranks() -> None:
@@ -89,8 +88,7 @@ def read_model(name: str = "tiny", lora_rank: int = 0):
     except Exception as error:          # whatever is in that folder, the flag is what to look at
         raise ValueError(f"--model {name}: neither 'tiny', nor a model folder, nor a hub id within reach "
                          f"({first_line(error)})") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token   # only ever a filler behind a row's end: its mask is 0
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token    # a filler behind a row's end, masked
     try:
         if config.is_encoder_decoder:
             raise ValueError(f"{config.model_type} is an encoder-decoder, not a causal language model")
@@ -153,7 +151,10 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
 
 def context_length(model: nn.Module | None) -> int | None:
     """How many tokens a row may have, or None where the model sets no limit."""
-    return None if model is None else getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = None if model is None else model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    name = "original_" * (rope.get("rope_type") == "longrope") + "max_position_embeddings"      # Phi: beyond
+    return rope.get(name) or getattr(config, name, None)        # it every position turns otherwise
 
 
 def next_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -271,8 +272,7 @@ class ChatFormat:
             raise ValueError("the chat template cannot be used: it does not render every turn alike")
 
         declared = {tokenizer.eos_token_id}
-        config = getattr(model, "generation_config", None)
-        ends = getattr(config, "eos_token_id", None)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         declared |= set(ends) if isinstance(ends, (list, tuple)) else {ends}
         declared.discard(None)
         special = declared | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -284,26 +284,27 @@ class ChatFormat:
             raise ValueError("the chat template cannot be used: no end token follows a reply")
         self.end_id = between[position]
         self.forced_end, self.between = between[:position + 1], between[position + 1:]
+        self.roles = [x.content for i, x in tokenizer.added_tokens_decoder.items() if not x.special and
+                      i in {*self.head, *between, *self.tail} and "think>" not in x.content]    # DeepSeek's
         self.stop_ids = declared | {self.end_id}
         self.has_bracket = {}
         self.opens_thought = tail.rstrip().endswith("<think>")      # some templates already open the thought
 
     def render(self, texts: list[str]) -> str:
-        """Texts of user, assistant, user, ... as the template writes them, up to where the next reply
-        begins."""
+        """Texts of user, assistant, user, ... as the template writes them, up to the next reply."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         return self.tokenizer.apply_chat_template(
             roles, tokenize=False, add_generation_prompt=True, enable_thinking=self.think,
             chat_template=SAME_DAY + self.tokenizer.get_chat_template())
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a piece of text; special tokens written in it are plain text unless `special`.
-
-        A piece stands within a dialogue, but tokenizers of the SentencePiece kind put a blank before what
-        they take for the start of a text. So it is encoded behind a newline, which is then cut off.
-        """
-        plain = lambda text: self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        """Ids of a piece of text; special tokens written in it are plain text unless `special`. Tokenizers
+        of the SentencePiece kind put a blank before what they take for the start of a text, so the piece is
+        encoded behind a newline, which is then cut off."""
+        options = dict(add_special_tokens=False, split_special_tokens=not special)
+        plain = lambda text: self.tokenizer(text, **options)["input_ids"]
+        for role in () if special else self.roles:          # tokenizers do not split these
+            text = text.replace(role, f"{role[0]} {role[1:]}")
         newline, whole = plain("\n"), plain("\n" + text)
         return whole[len(newline):] if whole[:len(newline)] == newline else plain(text)
 
@@ -481,7 +482,7 @@ class Run:
 
     def save(self, iteration: int, model, tokenizer, critic, optimizers: dict, healthy=False) -> None:
         """Checkpoint after `iteration` iterations; healthy: keep it in healthy/, too, to roll back to."""
-        for name in ["healthy"] * bool(healthy) + ["checkpoint"] if not self.rank else ():
+        for name in ["checkpoint"] + ["healthy"] * bool(healthy) if not self.rank else ():
             try:
                 save_checkpoint(self.folder / name, model, tokenizer, critic, optimizers,
                                 {"iteration": iteration, **self.first})
@@ -490,9 +491,8 @@ class Run:
 
     def good(self) -> str:
         """Where the last good weights are, in words."""
-        names = [name for name in ("healthy", "checkpoint") if Path(self.config["out"], name).exists()]
-        path = Path(self.config["out"], *names[:1])
-        return f"the last good weights are in {path}" if names else "nothing was saved yet"
+        there = [x for x in map(Path(self.config["out"]).joinpath, ("healthy", "checkpoint")) if x.exists()]
+        return f"the last good weights are in {there[0]}" if there else "nothing was saved yet"
 
     def restore(self, folder: str, model, critic, optimizers: dict) -> int:
         """Take up the state saved in a run folder (the weights are loaded) -> the iteration to go on from."""

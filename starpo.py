@@ -83,7 +83,7 @@ def grpo_advantages(rewards, group_ids, normalize_std=True):
     advantages = rewards.detach().cpu().double() - mean[index]
     if normalize_std:
         advantages = advantages / ((std * (size / (size - 1).clamp(min=1)).sqrt())[index] + 1e-6)
-    return torch.where(equal[index], 0, advantages).to(rewards.device, (rewards * 1.0).dtype)
+    return torch.where((equal | (size == 1))[index], 0, advantages).to(rewards.device, (rewards * 1.0).dtype)
 
 def whiten(x, loss_mask):
     """(x - mean) / (population std + 1e-8) over all sampled tokens, 0 elsewhere; all (B, T).

@@ -88,7 +88,7 @@ class Config:
     think: bool = option(True, "thoughts before answers")
     noise: str = option("independent", "luck of a group's members", ["independent", "shared"])
     careful: float = option(1.0, "sft: share of dialogues that the solver plays", (0, 1))
-    seed: int = option(0, "all seeds are counted from this one", (0, 10**9))
+    seed: int = option(0, "all seeds are counted from this one", (0, 2 * 10**8))
     out: str = option(None, "run folder (runs/ENV-ALGO-ESTIMATOR-SEED)")
     resume: str = option(None, "run folder to go on with")
     eval_only: str = option(None, "run folder, model folder or tiny: evaluate it and stop")
@@ -215,19 +215,19 @@ def play_groups(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
     return join(over_ranks(batch.cpu())) if ranks > 1 else batch
 
 
-def demonstrations(cfg: Config, _, tokenizer, iteration: int) -> Trajectories:
+def demonstrations(cfg: Config, model, tokenizer, iteration: int) -> Trajectories:
     """--algo sft: groups x group_size dialogues played by the solvers, each on a new level, with ids and
     mask like sampled ones. A share `careful` of them reasons and acts by the solver, the others have a
     hunch and act at random. --env a,b,b draws from several environments; rows are grouped by environment,
     whose prompts begin alike."""
-    names, count = cfg.env.split(","), cfg.groups * cfg.group_size
+    names, count, limit = cfg.env.split(","), cfg.groups * cfg.group_size, context_length(model) or 4000
     seeds = [train_seed(cfg, iteration * count + i) for i in range(count)]
     rows = sorted(((names[seed % len(names)], seed) for seed in seeds))
     dice = [random.Random(seed) for _, seed in rows]
     careful = [rng.random() < cfg.careful for rng in dice]
     return rollout(None, tokenizer, [make(cfg, name) for name, _ in rows], [seed for _, seed in rows],
                    [noise_seed(seed, 0) for _, seed in rows], [names.index(name) for name, _ in rows],
-                   max_new_tokens=1000, think=cfg.think,
+                   max_new_tokens=min(1000, limit // 4), max_context=limit, think=cfg.think,
                    script=lambda env, row: env.demonstrate(dice[row], careful[row], cfg.think))
 
 
@@ -339,7 +339,7 @@ def parse_overrides(text: str) -> dict:
         assert not call.args and all(word.arg for word in call.keywords)
         return {word.arg: getattr(word.value, "id", None) or ast.literal_eval(word.value)
                 for word in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+    except (SyntaxError, ValueError, AssertionError, AttributeError):
         raise ValueError(f"--env_args {text}: must be name=value,name=value") from None
 
 

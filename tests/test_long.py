@@ -13,11 +13,12 @@ from conftest import ROOT, micro_gpt2, micro_llama
 from safetensors.torch import load_file
 from test_train import QUICK, micro, read, run, same_run, undrawn, user, weights  # noqa: F401
 from transformers import (AutoModelForCausalLM, BloomConfig, BloomForCausalLM, CohereConfig, CohereForCausalLM,
-                          MambaConfig, MambaForCausalLM)
+                          GPTNeoConfig, GPTNeoForCausalLM, MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM)
 
 import bench
 import train
 from envs import make_env
+from model import context_length
 from rollout import join, probe, rollout
 
 SINGLE = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -202,15 +203,29 @@ def test_the_probe_passes_what_packs_and_refuses_what_does_not(tok):
     cohere = CohereForCausalLM(CohereConfig(vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                             num_attention_heads=2, logit_scale=50.0, initializer_range=0.5,
                                             pad_token_id=0, bos_token_id=1, eos_token_id=2))    # scales its logits
+    local = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=size, hidden_size=16, num_layers=2, num_heads=2, window_size=256,
+                                           attention_types=[[["global", "local"], 1]], initializer_range=0.5))
     blind = micro_llama(tok)
     seeing = blind.base_model.forward
     blind.base_model.forward = lambda attention_mask=None, **inputs: seeing(**inputs)           # plainly causal
     silent = micro_llama(tok)
     silent.base_model.forward = lambda **inputs: 1 / 0 if inputs["input_ids"].shape[0] == 1 else None
-    for policy in (mamba, bloom, cohere, blind, silent):
+    for policy in (mamba, bloom, cohere, local, blind, silent):
         with pytest.raises(ValueError, match="packed rows") as error:
             probe("odd", policy.eval())
         assert "\n" not in str(error.value) and "--model odd" in str(error.value)
+
+
+def test_a_longrope_model_stays_within_its_first_length():
+    """Phi-3's rotary embedding turns all positions otherwise once a row is longer."""
+    config = Phi3Config(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        max_position_embeddings=512, original_max_position_embeddings=128, pad_token_id=0, eos_token_id=1,
+                        bos_token_id=2, rope_parameters=dict(
+                            rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
+                            original_max_position_embeddings=128))
+    assert context_length(Phi3ForCausalLM(config)) == 128
+    config.rope_parameters = dict(rope_type="default", rope_theta=1e4)
+    assert context_length(Phi3ForCausalLM(config)) == 512 and context_length(None) is None
 
 
 # ------------------------------------------------------------------------------------------------------- the benchmark

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, micro_llama
+from conftest import ROOT, TINY, micro_gpt2, micro_llama
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -600,3 +600,15 @@ def test_a_critic_learns_at_ten_times_the_policys_rate(tmp_path):
     for words in ([], ["--env", "frozenlake"], ["--env", "frozenlake", "--lr", "1e-3"], ["--algo", "sft"]):
         cfg = train.configure([*words, "--estimator", "gae", "--out", str(tmp_path / "run")])
         assert cfg.critic_lr == pytest.approx(10 * cfg.lr)
+
+
+def test_supervised_dialogues_stay_within_the_context(tok, tmp_path):
+    """GPT-2 has a table of positions: an id behind its end is an error."""
+    folder = tmp_path / "small"
+    policy = micro_gpt2(tok)
+    policy.config.n_positions = 600
+    policy.transformer.wpe.weight.data = policy.transformer.wpe.weight.data[:600]
+    policy.save_pretrained(folder)
+    tok.save_pretrained(folder)
+    run(str(folder), tmp_path / "run", "--iters", 1, "--env", "sokoban", "--algo", "sft", "--max_turns", 5)
+    assert read(tmp_path / "run")[0]["context_cut_frac"] > 0
