@@ -606,9 +606,10 @@ def test_supervised_dialogues_stay_within_the_context(tok, tmp_path):
     """GPT-2 has a table of positions: an id behind its end is an error."""
     folder = tmp_path / "small"
     policy = micro_gpt2(tok)
-    policy.config.n_positions = 600
-    policy.transformer.wpe.weight.data = policy.transformer.wpe.weight.data[:600]
+    policy.config.n_positions = 300
+    policy.transformer.wpe.weight.data = policy.transformer.wpe.weight.data[:300]
     policy.save_pretrained(folder)
     tok.save_pretrained(folder)
-    run(str(folder), tmp_path / "run", "--iters", 1, "--env", "sokoban", "--algo", "sft", "--max_turns", 5)
+    run(str(folder), tmp_path / "run", "--iters", 1, "--env", "sokoban", "--algo", "sft", "--max_turns", 4,
+        "--max_actions_per_turn", 1)
     assert read(tmp_path / "run")[0]["context_cut_frac"] > 0
