@@ -12,7 +12,7 @@ a prompt that group members share is computed once. Slots outside the mask may h
 per-token tensor is aligned to the token it is about; the causal shift is in hidden_of_sampled alone.
 
 Shapes: B trajectories, T tokens, K turns, P groups, V vocabulary, N sampled tokens, D hidden, L positions of
-a packed row. Run alone: `python starpo.py` walks a toy batch through every formula.
+a packed row. Run alone: `python starpo.py` walks a toy batch from rewards to update.
 """
 import math
 from collections import Counter, defaultdict, namedtuple
