@@ -57,6 +57,7 @@ def echo_trap(rows: list[dict]) -> tuple[str, bool]:
     for key, (words, *_) in WATCH.items():
         out, share = outside(rows, key)
         count = ([False] + out)[::-1].index(False)                  # iterations in a row, up to the last
+        count *= bool(rows) and rows[-1].get(key) is not None       # which says nothing when it lacks the metric
         healthy &= not count or not (low or key in ALWAYS)
         if low and min(count, fresh) >= PATIENCE:
             alarms.append(f"{words} {100 * share:.0f} % of its start for {count} iterations")

@@ -59,6 +59,7 @@ def test_the_monitor_waits_for_a_start_and_bears_gaps():
     assert monitor.echo_trap([{"success": 1.0, "entropy": 9.0}, {"success": 0.0, "entropy": 0.0}]) == ("", True)
     gaps = rows("entropy", 1.0, []) + [{"success": 0.1}, {"success": 0.1, "entropy": 0.0}] * monitor.PATIENCE
     assert str(monitor.PATIENCE) in monitor.echo_trap(gaps)[0]
+    assert monitor.echo_trap(gaps + [{"success": 0.1}]) == ("", True)        # nothing known now, nothing said
     assert monitor.echo_trap(rows("entropy", 0.0, [0.0] * 9))[1] is False     # 0 of 0: out of range, and no error
 
 
