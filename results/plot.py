@@ -200,7 +200,9 @@ def draw(pyplot, path: Path, games: list[str], keys: list[str], variants: dict[s
             if row:
                 axis.axhline(row["random"], color="gray", linestyle=":", label="random play")
     shown = {label: line for axis in axes[:, 0] for line, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(variants) + 1)
+    last = sorted(shown, key="random play".__eq__)
+    lines = -(-sum(map(len, last)) // (34 * len(keys)))             # as many as the width of the figure takes
+    figure.legend([shown[x] for x in last], last, loc="outside upper center", ncols=-(-len(last) // lines))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -295,6 +297,13 @@ FIGURES = {     # file: games, metrics, experiments and their labels
         "starpo-gae": "StarPO, PPO", "starpo-s-gae": "StarPO-S, PPO"}),
     "collapse.png": (["bandit"], ["success", "reward_std_in_group", "distinct_reply_frac"], {
         "starpo": "StarPO", "starpo-s": "StarPO-S"}),
+    "signs.png": (["bandit", "sokoban"], ["success", "reward_std_in_group", "valid_frac", "repeated_thought_frac",
+                                          "grad_norm_max"], {"starpo": "StarPO", "starpo-s": "StarPO-S"}),
+    "estimator.png": (["bandit"], ["success", "reward_std_in_group"], {
+        "shared-std-1-0.15": "risky arm better: std, all", "shared-std-0.25-0.15": "risky arm: std, 25 %",
+        "shared-nostd-1-0.15": "risky arm: no std, all",
+        "shared-std-1-0.35": "safe arm better: std, all", "shared-std-0.25-0.35": "safe arm: std, 25 %",
+        "shared-nostd-1-0.35": "safe arm: no std, all"}),
     "keep.png": (["bandit", "sokoban"], ["success", "reward_std_in_group"], {
         "starpo": "all groups", "keep75": "75 %", "keep50": "50 %", "keep25": "25 %"}),
     "keep-steps.png": (["bandit", "sokoban"], ["success", "reward_std_in_group"], {
