@@ -152,9 +152,9 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
 def context_length(model: nn.Module | None) -> int | None:
     """How many tokens a row may have, or None where the model sets no limit."""
     config = None if model is None else model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    name = "original_" * (rope.get("rope_type") == "longrope") + "max_position_embeddings"      # Phi: beyond
-    return rope.get(name) or getattr(config, name, None)        # it every position turns otherwise
+    rope = getattr(config, "rope_parameters", None) or {}       # longrope (Phi) scores longer rows otherwise
+    name = "original_" * (rope.get("rope_type") == "longrope") + "max_position_embeddings"
+    return rope.get(name) or getattr(config, name, None)
 
 
 def next_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

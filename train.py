@@ -403,7 +403,7 @@ def validate(cfg: Config) -> Config:
     """Check what would only fail later. Raises ValueError naming the flag, its value and what is allowed."""
     for field in dataclasses.fields(cfg):
         value, allowed = getattr(cfg, field.name), field.metadata["allowed"] or [getattr(cfg, field.name)]
-        listed = isinstance(allowed, list)
+        listed = isinstance(allowed, list)          # where nothing is said, a field allows what it is
         if value is not None and not (value in allowed if listed else allowed[0] <= value <= allowed[1]):
             raise ValueError(f"--{field.name} {value}: must be in {list(allowed)}")
     if cfg.groups < int(os.environ.get("WORLD_SIZE", 1)):

@@ -3,7 +3,7 @@
 RAGEN (arXiv 2504.20073, section 4.1) finds that the rewards of a group become alike, replies and thoughts become one
 template, entropy goes and gradients spike before success falls. Each of these is compared here with the run's own first
 iterations. A run that gets better may do all of this, too: where success nears 1, rewards become alike because they are
-all good. So nothing counts while success is above its start. results/README.md says how often that is right.
+all good. So nothing fires while success is above its start. results/README.md says how often that is right.
 
     from results.monitor import echo_trap
     echo_trap(rows)     # rows: the dicts of metrics.jsonl so far

@@ -1026,3 +1026,21 @@ def test_baselines_know_what_an_episode_has_room_for():
                 assert tight.optimal_success() == (len(tight.solve()) <= 2)
             assert random_success(tight, seed) == random_success(two, seed)
         assert any(wide.reset(s) and tight.reset(s) and tight.optimal_success() < wide.optimal_success() for s in range(30))
+
+
+def test_a_users_reset_with_keywords_gets_its_luck(tmp_path):
+    """reset(seed, **kwargs) is given options as reset(seed, options) is; reset(seed) is not."""
+    (tmp_path / "luck.py").write_text("""class Luck:
+    actions = ("Up",)
+    def reset(self, seed, **more):
+        return f"{seed} {more}", {}
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+class Plain(Luck):
+    def reset(self, seed):
+        return f"{seed}", {}
+""")
+    obs, _ = make_env(f"{tmp_path}/luck.py:Luck").reset(3, options={"noise_seed": 5})
+    assert obs == "3 {'options': {'noise_seed': 5}}"
+    assert make_env(f"{tmp_path}/luck.py:Plain").reset(3, options={"noise_seed": 5})[0] == "3"

@@ -170,6 +170,14 @@ def test_rollback_to_the_start_empties_the_moments(micro, tmp_path, fires, monke
     assert [row.get("rolled_back_to") for row in read(tmp_path / "run")] == [None, None, 0, None] and left == [{}]
 
 
+def test_a_kill_between_two_saves_leaves_no_healthy_weights_from_the_future(tmp_path, monkeypatch):
+    """checkpoint/ is written before healthy/: a resumed run never goes "back" to an iteration it has not reached."""
+    saved = []
+    monkeypatch.setattr("model.save_checkpoint", lambda folder, *_: saved.append(folder.name))
+    train.Run({"out": str(tmp_path / "run")}, {}).save(4, None, None, None, {}, healthy=True)
+    assert saved == ["checkpoint", "healthy"]
+
+
 @pytest.mark.parametrize("cut", [3, 4, 5, 8])
 def test_a_run_with_rollbacks_resumes_alike(micro, tmp_path, fires, cut):  # noqa: F811
     """Cut before and after the first alarm, among iterations that are not healthy, and before the second."""

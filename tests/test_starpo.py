@@ -1019,3 +1019,9 @@ def test_demo_runs(capsys):
     torch.set_rng_state(state)
     torch.set_printoptions(profile="default")
     assert "ratio_max_dev" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3.0])
+def test_a_lone_member_has_no_advantage_whatever_its_reward(value):
+    found = starpo.grpo_advantages(torch.tensor([value, 0.0, 2.0]), torch.tensor([7, 1, 1]), normalize_std=False)
+    assert found.tolist() == [0.0, -1.0, 1.0]
