@@ -1025,6 +1025,8 @@ def test_baselines_know_what_an_episode_has_room_for():
             if name == "sokoban":
                 assert tight.optimal_success() == (len(tight.solve()) <= 2)
             assert random_success(tight, seed) == random_success(two, seed)
+        played = [sum(random_success(env, seed) for seed in range(30)) for env in (tight, wide)]
+        assert played[0] < played[1]
         assert any(wide.reset(s) and tight.reset(s) and tight.optimal_success() < wide.optimal_success() for s in range(30))
 
 
